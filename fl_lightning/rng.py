@@ -1,0 +1,56 @@
+"""Where every random draw gets its owner.
+
+No library code draws from a global generator. A draw belongs to (run seed, round, client, purpose), never to a position
+in a list or to how many draws came before it; so the order of clients and the number of workers cannot change a number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, *owner: object) -> int:
+    """Hash a run seed and the owner of a draw to a seed in [0, 2^63).
+
+    Args:
+        seed: The run's seed.
+        *owner: What the draw is for, for example ``(round, client, "shuffle")``. Integers and strings; their text counts.
+    """
+    text = "\x1f".join([str(int(seed)), *map(str, owner)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def torch_generator(seed: int, *owner: object, device: str | torch.device = "cpu") -> torch.Generator:
+    """A torch generator for one owner."""
+    return torch.Generator(device).manual_seed(derive_seed(seed, *owner))
+
+
+def numpy_generator(seed: int, *owner: object) -> np.random.Generator:
+    """A numpy generator for one owner."""
+    return np.random.default_rng(derive_seed(seed, *owner))
+
+
+@contextmanager
+def owned_global_rng(seed: int, *owner: object) -> Iterator[None]:
+    """Lend the global generators (python, numpy, torch, CUDA) to one owner, then put them back as they were.
+
+    For code that we do not own and that draws from them: weight initialisation, dropout, torchvision's transforms.
+    """
+    value = derive_seed(seed, *owner)
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        random.seed(value)
+        np.random.seed(value % 2**32)  # noqa: NPY002
+        torch.manual_seed(value)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
