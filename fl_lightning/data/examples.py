@@ -66,11 +66,15 @@ class TensorExamples(Examples):
 class View(Examples):
     """Some examples of a set, by index. A view of a view points at the set itself."""
 
+    source: Examples
+    indices: Tensor
+
     def __init__(self, source: Examples, indices: Tensor) -> None:
         if isinstance(source, View):
-            source, indices = source.source, source.indices[indices]
-        self.source, self.indices = source, indices
-        self.labels, self.domains = source.labels[indices], source.domains[indices]
+            indices = source.indices[indices]
+        self.source = source.source if isinstance(source, View) else source
+        self.indices = indices
+        self.labels, self.domains = self.source.labels[indices], self.source.domains[indices]
 
     def fetch(self, indices: Tensor) -> Tensor:
         return self.source.fetch(self.indices[indices])

@@ -1,0 +1,1 @@
+"""Where client work runs. The loop does not know which engine it has."""

@@ -1,0 +1,405 @@
+"""The command line: ``fit``, ``validate``, ``test``, ``predict``, ``partition`` and ``compare``."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentError
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+# Short class names in a YAML are looked up among what is imported here.
+import fl_lightning.callbacks
+import fl_lightning.data
+import fl_lightning.methods
+import fl_lightning.models
+import fl_lightning.tasks  # noqa: F401
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.federation.loop import FederationLoop, info_from_json
+from fl_lightning.federation.progress import ProgressDisplay
+from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.state import read_checkpoint
+from fl_lightning.methods.base import Method
+from fl_lightning.tasks.base import FederatedTask
+
+RUNS = "lightning_logs"
+
+# Where a run lies and how it is shown do not change what it computes.
+_NOT_MEANING = {
+    "config": None,
+    "ckpt_path": None,
+    "federation": ("name", "progress", "checkpoint_every", "keep_last", "monitor"),
+    "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),
+}
+
+
+class Verbs(Trainer):
+    """Names the subcommands and their options; never built. `FederatedCLI` does the work."""
+
+    def fit(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
+        """Run the federation.
+
+        Args:
+            ckpt_path: "last" goes on with the newest run below trainer.default_root_dir whose configuration is the same; or
+                the path of a round checkpoint.
+        """
+
+    def validate(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
+        """Score the global model of a round checkpoint on the validation examples.
+
+        Args:
+            ckpt_path: A round checkpoint, or "last".
+        """
+
+    def test(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
+        """Score the global model of a round checkpoint on the test sets.
+
+        Args:
+            ckpt_path: A round checkpoint, or "last".
+        """
+
+    def predict(  # type: ignore[override]
+        self, images: str, ckpt_path: str | None = None, output: str = "predictions.csv"
+    ) -> None:
+        """Label a folder of images with the global model of a round checkpoint and write a CSV.
+
+        Args:
+            images: A folder of images, searched with its subfolders.
+            ckpt_path: A round checkpoint, or "last".
+            output: The CSV: path, label, confidence.
+        """
+
+    def partition(self, output: str = "partition.png") -> None:
+        """Show which client holds what: a table of clients and classes, measures of heterogeneity, a picture.
+
+        Args:
+            output: The PNG.
+        """
+
+    def compare(self) -> None:
+        """Run variants of a configuration over seeds and tabulate them (see compare --help)."""
+
+
+class FederatedCLI(LightningCLI):
+    """One run of the command line, from a configuration to its end.
+
+    Attributes:
+        loop: The `FederationLoop`, with its record in ``loop.history``.
+        run_folder: What the run left, or None (a dry run leaves nothing).
+    """
+
+    loop: FederationLoop
+    run_folder: Path | None = None
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {name: set() for name in ("fit", "validate", "test", "predict", "partition", "compare")}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_subclass_arguments(Method, "method", required=True)
+        parser.add_class_arguments(FederationLoop, "federation")
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would open the checkpoint as a pickle here; ours is a folder that `fit` and the others read."""
+
+    def _set_seed(self) -> None:
+        """No global seeding: every draw has an owner. Only a seed that was left to chance is drawn here."""
+        config = self.config[self.config.subcommand]
+        if isinstance(config.seed_everything, bool):
+            if not config.seed_everything:
+                raise ValueError("seed_everything is false; give an integer, or true for a random one")
+            config.seed_everything = int(torch.seed() % 2**31)
+
+    def instantiate_classes(self) -> None:
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.datamodule: FederatedDataModule = self._get(self.config_init, "data")
+        self.model: FederatedTask = self._get(self.config_init, "model")
+        self.method: Method = self._get(self.config_init, "method")
+        self.loop = self._get(self.config_init, "federation")
+        self.template = dict(self._get(self.config_init, "trainer").items())
+        self.seed: int = self._get(self.config, "seed_everything")
+        self.trainer = Verbs  # type: ignore[assignment]  # participants build Trainers from the template
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        names = self._subcommand_method_arguments[subcommand]
+        return {name: value for name, value in self.config_init[subcommand].items() if name in names}
+
+    # ---- subcommands
+
+    def fit(self, ckpt_path: str | None = None) -> None:
+        checkpoint = self.find_checkpoint(ckpt_path, same_config=True) if ckpt_path else None
+        if ckpt_path and checkpoint is None:
+            print(f"no run with this configuration below {self.root / RUNS}: starting a new one")
+        with usage_errors():
+            self.assemble()
+        self.loop.launch()
+        dry = self.loop.dry_run
+        if self.loop.progress:
+            self.loop.callbacks.append(ProgressDisplay())
+        if not dry and self.loop.is_main:
+            self.run_folder = checkpoint.parent.parent if checkpoint else self.new_folder()
+            (self.run_folder / "config.yaml").write_text(self.config_text())
+            self.loop.callbacks.insert(0, Recorder(self.run_folder, self.loggers(self.run_folder)))
+        facts = {"config": self.config_text(), "config_hash": self.config_hash()}
+        try:
+            self.loop.fit(self.run_folder, checkpoint, facts)
+        except (KeyboardInterrupt, SystemExit):
+            if self.run_folder is not None:
+                print(
+                    f"to go on: python -m fl_lightning fit --config {self.run_folder / 'config.yaml'} --ckpt_path last",
+                    file=sys.stderr,
+                )
+            raise SystemExit(130) from None
+        if self.run_folder is not None:
+            print(f"run: {self.run_folder}   (tensorboard --logdir {self.root / RUNS})")
+
+    def validate(self, ckpt_path: str | None = None) -> None:
+        self._score(ckpt_path, validate=True, test=False)
+
+    def test(self, ckpt_path: str | None = None) -> None:
+        self._score(ckpt_path, validate=False, test=True)
+
+    def _score(self, ckpt_path: str | None, *, validate: bool, test: bool) -> None:
+        with usage_errors():
+            state, _ = read_checkpoint(self.checkpoint(ckpt_path))
+            self.assemble()
+            self.loop.restore(state)
+        self.scores = self.loop.evaluate(validate=validate, test=test)
+        width = max(map(len, self.scores), default=0)
+        for name, value in self.scores.items():
+            print(f"{name:<{width}}  {value:.4f}")
+
+    def predict(self, images: str, ckpt_path: str | None = None, output: str = "predictions.csv") -> None:
+        from fl_lightning.data.folder import folder_images
+
+        with usage_errors():
+            state, facts = read_checkpoint(self.checkpoint(ckpt_path))
+            info = info_from_json(facts["info"])
+            channels, size, _ = info.input_shape
+            paths, examples = folder_images(images, image_size=size, channels=channels)
+            self.loop.assemble_model(self.method, self.model, info, self.template, self.seed)
+            self.method.load_state_dict(state["method"])
+            requests = self.method.evaluations()
+            if not requests:
+                raise ValueError(f"{type(self.method).__name__} has no global model to predict with")
+        logits = self.loop.predict(next(iter(requests.values())), examples)
+        confidence, label = torch.softmax(logits, 1).max(1)
+        with open(output, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["path", "label", "confidence"])
+            for path, number, value in zip(paths, label.tolist(), confidence.tolist(), strict=True):
+                writer.writerow([path, info.class_names[number], f"{value:.6f}"])
+        print(f"{len(paths)} images labelled: {output}")
+
+    def partition(self, output: str = "partition.png") -> None:
+        from fl_lightning.data.partition import heterogeneity, plot_counts
+
+        with usage_errors():
+            self.datamodule.use_seed(self.seed)
+            self.datamodule.setup()
+        data = self.datamodule
+        counts, names = data.counts(), data.info.class_names
+        print("client  " + "  ".join(f"{name[:10]:>10}" for name in names) + "       total")
+        for key, row in zip(data.partition.clients, counts, strict=True):
+            print(f"{key:>6}  " + "  ".join(f"{n:>10}" for n in row) + f"  {row.sum():>10}")
+        for name, value in heterogeneity(counts).items():
+            print(f"{name}: {value:.4f}")
+        plot_counts(counts, names, data.partition.clients).savefig(output, dpi=120, bbox_inches="tight")
+        print(f"picture: {output}   partition hash: {data.partition.hash}")
+
+    # ---- helpers
+
+    def assemble(self) -> None:
+        """Put the loop together."""
+        self.loop.assemble(self.method, self.model, self.datamodule, self.template, self.seed)
+
+    @property
+    def root(self) -> Path:
+        return Path(self.template.get("default_root_dir") or ".")
+
+    def new_folder(self) -> Path:
+        """``lightning_logs/<name>/version_N``, N the next that is free."""
+        base = self.root / RUNS / self.loop.name
+        base.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for p in base.iterdir() if (m := re.fullmatch(r"version_(\d+)", p.name))]
+        number = max(taken, default=-1) + 1
+        while True:  # two runs may start at the same moment
+            try:
+                (base / f"version_{number}").mkdir()
+                return base / f"version_{number}"
+            except FileExistsError:
+                number += 1
+
+    def loggers(self, folder: Path) -> list[Logger]:
+        """TensorBoard, unless the trainer section says otherwise: false for none, or loggers of its own."""
+        given = self.template.get("logger")
+        if given is None or given is True:
+            return [TensorBoardLogger(folder, name="", version="", default_hp_metric=False)]
+        return list(given) if isinstance(given, (list, tuple)) else [given] if given else []
+
+    def config_text(self) -> str:
+        """The whole configuration as YAML, such that ``--config`` takes it."""
+        config = self.config[self.config.subcommand].clone()
+        for key in ("config", "ckpt_path"):
+            config.pop(key, None)
+        return self._parser(self.subcommand).dump(config, skip_validation=True)
+
+    def config_hash(self) -> str:
+        """A name for what the run computes."""
+        return config_hash(yaml.safe_load(self.config_text()))
+
+    def checkpoint(self, ckpt_path: str | None) -> Path:
+        """A checkpoint to read; by default the newest of this configuration."""
+        found = self.find_checkpoint(ckpt_path or "last", same_config=ckpt_path in (None, "last"))
+        if found is None:
+            raise FileNotFoundError(
+                f"no checkpoint of this configuration below {self.root / RUNS}; run fit first, or give --ckpt_path"
+            )
+        return found
+
+    def find_checkpoint(self, ckpt_path: str, *, same_config: bool) -> Path | None:
+        """The round checkpoint that ``ckpt_path`` names.
+
+        Raises:
+            SystemExit: The path is no checkpoint, or one of another configuration.
+        """
+        with usage_errors():
+            if ckpt_path != "last":
+                path = Path(ckpt_path)
+                _, facts = read_checkpoint(path)
+                if same_config and facts["config_hash"] != self.config_hash():
+                    changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
+                    raise ValueError(f"{path} belongs to another configuration; differences: {'; '.join(changed)}")
+                return path
+            wanted = self.config_hash()
+            manifests = (self.root / RUNS).glob("**/checkpoints/round_*/manifest.json")
+            for manifest in sorted(manifests, key=lambda p: (p.stat().st_mtime, str(p)), reverse=True):
+                if json.loads((manifest.parent / "info.json").read_text()).get("config_hash") != wanted:
+                    continue
+                try:
+                    read_checkpoint(manifest.parent)
+                    return manifest.parent
+                except ValueError as error:
+                    print(f"{error}; looking for an older one", file=sys.stderr)
+            return None
+
+
+def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides what a run computes."""
+    kept = {}
+    for key, value in config.items():
+        if key in _NOT_MEANING:
+            ignored = _NOT_MEANING[key]
+            if ignored is None:
+                continue
+            value = {k: v for k, v in (value or {}).items() if k not in ignored}
+        kept[key] = value
+    return kept
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of the part of a configuration that decides what a run computes."""
+    return hashlib.sha256(json.dumps(meaning(config), sort_keys=True).encode()).hexdigest()
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Where two configurations differ, as ``key: old -> new``."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        if not path:
+            old, new = meaning(old), meaning(new)
+        keys = [*old, *(key for key in new if key not in old)]
+        return [d for k in keys for d in differences(old.get(k), new.get(k), f"{path}.{k}".lstrip("."))]
+    return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
+
+
+# ---- one clear line for a wrong argument
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn what a user can mend into one line on standard error and exit code 2."""
+    try:
+        yield
+    except (ArgumentError, ValueError, FileNotFoundError, KeyError, ModuleNotFoundError) as error:
+        raise SystemExit(fail(str(error.args[0]) if isinstance(error, KeyError) else str(error))) from error
+
+
+def fail(message: str) -> int:
+    """Print an error line; returns the exit code."""
+    print(f"error: {explain(message)}", file=sys.stderr)
+    return 2
+
+
+def explain(message: str) -> str:
+    """Bring a parser's message of many lines down to one that names the key, the value and what is allowed."""
+    text = re.sub(r"\s+", " ", message).strip()
+    bases: dict[str, type] = {"method": Method, "model": FederatedTask}
+    for key, base in bases.items():
+        if f'key "{key}"' in text and "class" in text:
+            text += f" Allowed classes for {key}: {', '.join(sorted({c.__name__ for c in _subclasses(base)}))}"
+    return text
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    child: type
+    for child in base.__subclasses__():
+        if not getattr(child, "__abstractmethods__", None):
+            yield child
+        yield from _subclasses(child)
+
+
+def quiet() -> None:
+    """Silence what Lightning says at every one of thousands of fits."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
+def run(arguments: list[str]) -> object:
+    """Dispatch a command line; see `fl_lightning.__main__.main`."""
+    quiet()
+    if arguments[:1] == ["compare"]:
+        from fl_lightning.report.compare import main as compare
+
+        with usage_errors():
+            return compare(arguments[1:])
+    arguments = _with_config_of_checkpoint(arguments)
+    parser_options = {"exit_on_error": False}
+    with usage_errors(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
+        return FederatedCLI(
+            FederatedTask,
+            FederatedDataModule,
+            trainer_class=Verbs,
+            subclass_mode_model=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=None,
+            seed_everything_default=0,
+            trainer_defaults={"max_epochs": 1, "devices": 1},
+            parser_kwargs={**parser_options, **{name: dict(parser_options) for name in FederatedCLI.subcommands()}},
+            args=arguments,
+        )
+
+
+def _with_config_of_checkpoint(arguments: list[str]) -> list[str]:
+    """``predict``, ``test`` and ``validate`` of a checkpoint need no ``--config``: the checkpoint holds its own."""
+    if "--ckpt_path" not in arguments or any(a in ("--config", "-c") or a.startswith("--config=") for a in arguments):
+        return arguments
+    path = Path(arguments[arguments.index("--ckpt_path") + 1 :][0]) if arguments[-1] != "--ckpt_path" else Path()
+    config = path.parent.parent / "config.yaml"
+    return [arguments[0], "--config", str(config), *arguments[1:]] if config.is_file() else arguments

@@ -1,0 +1,67 @@
+"""What watches a federation: called by the loop between its phases. Not to be confused with Lightning's callbacks, which
+watch (and change) one local fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.loop import FederationLoop
+
+Row = Mapping[str, float]
+
+
+class FederationCallback:
+    """Does nothing; override what you need. Called on every process; write files on ``loop.is_main`` only."""
+
+    def on_start(self, loop: FederationLoop) -> None:
+        """Everything is set up; row 0 has not been evaluated, or a checkpoint has just been restored."""
+
+    def on_stage(self, loop: FederationLoop, stage: str, done: int, total: int) -> None:
+        """A phase of the round goes on: ``done`` of ``total`` parts are finished."""
+
+    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
+        """A round (0: before the first) is evaluated. True asks the loop to stop after it."""
+        return False
+
+    def on_end(self, loop: FederationLoop) -> None:
+        """The last round is over."""
+
+    def on_interrupt(self, loop: FederationLoop, saved: str | None) -> None:
+        """The run was interrupted; ``saved`` is the checkpoint to go on from."""
+
+
+class EarlyStop(FederationCallback):
+    """Stop when a metric has not improved for some rounds. Its state is the history, so a resumed run stops alike.
+
+    Args:
+        monitor: Column of the record, for example "val_global/acc".
+        patience: Evaluated rounds without improvement to wait for, at least 1.
+        mode: Whether larger ("max") or smaller ("min") is better.
+        min_delta: Smallest change that counts, at least 0.
+    """
+
+    def __init__(
+        self, monitor: str, patience: int = 10, mode: Literal["max", "min"] = "max", min_delta: float = 0.0
+    ) -> None:
+        if patience < 1 or min_delta < 0 or mode not in ("max", "min"):
+            raise ValueError(
+                f"patience {patience} must be >= 1, min_delta {min_delta} >= 0, mode {mode!r} 'max' or 'min'"
+            )
+        self.monitor, self.patience, self.sign, self.min_delta = (
+            monitor,
+            patience,
+            1 if mode == "max" else -1,
+            min_delta,
+        )
+
+    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
+        if self.monitor not in row:
+            raise ValueError(f"EarlyStop monitors {self.monitor!r}; this run records: {', '.join(sorted(row))}")
+        best, since = float("-inf"), 0
+        for past in loop.history:
+            if self.monitor in past:
+                value = self.sign * past[self.monitor]
+                best, since = (value, 0) if value > best + self.min_delta else (best, since + 1)
+        return since >= self.patience

@@ -1,0 +1,98 @@
+"""What an engine is, and what it hands back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.federation.state import MemoryStore
+from fl_lightning.message import Group, Message
+from fl_lightning.methods.base import ClientProgram, Reply
+
+Weight = Callable[[Message], float]
+Addressed = Callable[[str], tuple[str, ...] | None]
+
+
+@dataclass
+class Total:
+    """The reduced replies of a round; see `fl_lightning.methods.base.Reduced`."""
+
+    groups: dict[str, Any] = field(default_factory=dict)
+    clients: tuple[str, ...] = ()
+    num_examples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Engine(ABC):
+    """Runs a cohort's programs and reduces their replies in fixed blocks."""
+
+    memory: MemoryStore
+
+    @abstractmethod
+    def run(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        uplink: Mapping[str, Group],
+        weight: Weight,
+        addressed: Addressed,
+        progress: Callable[[str], None],
+    ) -> Total:
+        """One round at the clients; ``progress`` is called with each client's key as it starts."""
+
+    @abstractmethod
+    def evaluate(
+        self, program: ClientProgram, message: Message, clients: Sequence[str]
+    ) -> dict[str, dict[str, Tensor]] | None:
+        """Personalised evaluation: each client's outputs, or None where nothing is personal."""
+
+
+def check_reply(reply: Reply, uplink: Mapping[str, Group]) -> None:
+    """A reply holds the groups that the method expects, no more, no less.
+
+    Raises:
+        ValueError: It does not.
+    """
+    sent, expected = set(reply.message.tensors), set(uplink)
+    if sent != expected:
+        raise ValueError(
+            f"client {reply.message.sender} replied with groups {sorted(sent)}; expected {sorted(expected)}"
+        )
+
+
+class BlockReducer:
+    """Adds replies up in the order of the cohort, in blocks, and merges the blocks in order."""
+
+    def __init__(self, uplink: Mapping[str, Group], weight: Weight) -> None:
+        self.uplink, self.weight = uplink, weight
+        self.totals: dict[str, Any] = dict.fromkeys(uplink)
+        self.block: dict[str, Any] = dict.fromkeys(uplink)
+        self.in_block = 0
+
+    def add(self, message: Message) -> None:
+        """One more reply."""
+        weight = self.weight(message)
+        for name, group in self.uplink.items():
+            self.block[name] = group.reduce.add(self.block[name], message.tensors[name], weight, message.sender)
+        self.in_block += 1
+
+    def close_block(self) -> None:
+        """Merge the block at hand into the total."""
+        if self.in_block:
+            for name, group in self.uplink.items():
+                self.totals[name] = group.reduce.merge(self.totals[name], self.block[name])
+            self.block, self.in_block = dict.fromkeys(self.uplink), 0
+
+    def finish(self) -> dict[str, Any]:
+        """The reduced groups."""
+        self.close_block()
+        return {
+            name: self.uplink[name].reduce.finish(total) for name, total in self.totals.items() if total is not None
+        }

@@ -1,0 +1,92 @@
+"""One client after the other, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from fl_lightning.aggregation import BLOCK_SIZE
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.federation.engines.base import Addressed, BlockReducer, Engine, Total, Weight, check_reply
+from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.state import MemoryStore
+from fl_lightning.message import Group, Message
+from fl_lightning.methods.base import Client, ClientProgram, Reply
+
+
+class SerialEngine(Engine):
+    """Runs clients one by one on one participant.
+
+    Args:
+        participant: Carries out fits, with the program's tasks.
+        data: Holds every client's examples.
+        memory: Client memories.
+    """
+
+    def __init__(self, participant: Participant, data: FederatedDataModule, memory: MemoryStore) -> None:
+        self.participant, self.data, self.memory = participant, data, memory
+        self.shared_test = data.test_sets()["global"]
+
+    def client(self, key: str, round: int) -> Client:
+        """A client's view of the world."""
+        data = self.data
+        return Client(
+            key,
+            round,
+            self.participant.seed,
+            data.train(key),
+            data.val(key),
+            data.test(key),
+            self.shared_test,
+            self.memory.get(key),
+        )
+
+    def run(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        uplink: Mapping[str, Group],
+        weight: Weight,
+        addressed: Addressed,
+        progress: Callable[[str], None],
+    ) -> Total:
+        total = Total(clients=tuple(cohort))
+        reducer = BlockReducer(uplink, weight)
+        weights = 0.0
+        memories = {}
+        for number, key in enumerate(cohort):
+            progress(key)
+            groups = addressed(key)
+            received = message if groups is None else message.only(groups)
+            total.bytes_down += received.nbytes
+            reply: Reply = self.participant.run(
+                program.update(self.client(key, message.round), received), message.round, key
+            )
+            check_reply(reply, uplink)
+            reducer.add(reply.message)
+            if (number + 1) % BLOCK_SIZE == 0:
+                reducer.close_block()
+            if reply.memory is not None:
+                memories[key] = reply.memory
+            total.bytes_up += reply.message.nbytes
+            total.num_examples += reply.message.num_examples
+            weights += reply.message.num_examples
+            for name, value in reply.metrics.items():
+                total.metrics[name] = total.metrics.get(name, 0.0) + value * reply.message.num_examples
+        total.groups = reducer.finish()
+        total.metrics = {name: value / max(weights, 1.0) for name, value in total.metrics.items()}
+        for key, memory in memories.items():
+            self.memory.commit(key, memory)
+        return total
+
+    def evaluate(
+        self, program: ClientProgram, message: Message, clients: Sequence[str]
+    ) -> dict[str, dict[str, Tensor]] | None:
+        outputs = {}
+        for key in clients:
+            steps = program.evaluate(self.client(key, message.round), message)
+            if steps is not None:
+                outputs[key] = self.participant.run(steps, message.round, key, "evaluate")
+        return outputs or None

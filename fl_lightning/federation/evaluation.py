@@ -1,0 +1,115 @@
+"""Scores of a federation's models on every test set, under names that carry their scope."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.data.examples import DataInfo, Examples, View
+from fl_lightning.federation.engines.base import Engine
+from fl_lightning.federation.participant import Participant
+from fl_lightning.methods.base import Method, Predict
+from fl_lightning.metrics.evaluation import (
+    client_scores,
+    confusion,
+    harmonic_mean,
+    per_class_recall,
+    personal_scores,
+    restrict,
+    scores,
+)
+
+
+def positions(part: Examples, whole: Examples) -> Tensor:
+    """Where the examples of ``part`` stand in ``whole``; both views of one set."""
+    if not (isinstance(part, View) and isinstance(whole, View) and part.source is whole.source):
+        raise TypeError("a client's share of a set must be a view of the same source as the set")
+    place = torch.full((len(whole.source),), -1)
+    place[whole.indices] = torch.arange(len(whole))
+    found = place[part.indices]
+    return found[found >= 0]
+
+
+class Evaluator:
+    """Scores models on the sets that the data module offers.
+
+    Args:
+        data: The data.
+        info: Names and classes.
+        participant: Runs forward passes.
+    """
+
+    def __init__(self, data: FederatedDataModule, info: DataInfo, participant: Participant) -> None:
+        self.data, self.info, self.participant = data, info, participant
+        self.tests, self.vals = data.test_sets(), data.val_sets()
+        self.shares = {key: positions(data.test(key), self.tests["global"]) for key in (*info.clients, *data.unseen)}
+
+    def logits(self, request: Predict, examples: Examples, round: int) -> Tensor:
+        """Class scores (N, C) of a model on a set."""
+        outputs = self.participant.execute(replace(request, data=examples), round, "evaluate").outputs
+        assert outputs is not None
+        return outputs.float()
+
+    def classes(self, name: str) -> tuple[int, ...]:
+        """The classes among which images of a set are classified: novel images among novel classes, others among base."""
+        return self.info.novel_classes if name == "novel" else self.info.base_classes
+
+    def model(self, request: Predict, round: int, *, validate: bool, test: bool = True) -> dict[str, float]:
+        """Scores of one model: ``global/acc``, ``base/acc``, ``domain/<name>/acc``, ``client_worst/acc``, ..."""
+        row: dict[str, float] = {}
+        seen: dict[int, Tensor] = {}
+        sets = {**(self.tests if test else {}), **({f"val_{n}": e for n, e in self.vals.items()} if validate else {})}
+        for name, examples in sets.items():
+            if len(examples) == 0:
+                continue
+            if id(examples) not in seen:
+                seen[id(examples)] = self.logits(request, examples, round)
+            classes = self.classes(name)
+            logits, labels = restrict(seen[id(examples)], examples.labels, classes)
+            values = scores(logits, labels, len(classes))
+            # Everything for the global test set; for parts of it and for validation, what is selected and compared by.
+            kept = values if name == "global" else {k: values[k] for k in ("acc", "balanced_acc", "loss")}
+            row |= {f"{name}/{key}": value for key, value in kept.items()}
+            if name == "global":
+                recalls = per_class_recall(logits, labels, self._names(classes))
+                row |= {f"global/{key}": value for key, value in recalls.items()}
+                row |= self._shares(logits, labels)
+        if "base/acc" in row and "novel/acc" in row:
+            row["base_novel/hm"] = harmonic_mean(row["base/acc"], row["novel/acc"])
+        return row
+
+    def _names(self, classes: tuple[int, ...]) -> list[str]:
+        return [self.info.class_names[c] for c in classes]
+
+    def _shares(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
+        row = client_scores(logits, labels, [self.shares[key] for key in self.info.clients])
+        if self.data.unseen:
+            unseen = client_scores(logits, labels, [self.shares[key] for key in self.data.unseen])
+            row |= {name.replace("client_", "unseen_"): value for name, value in unseen.items()}
+        return row
+
+    def personal(self, engine: Engine, method: Method, round: int) -> dict[str, float]:
+        """Scores of the clients' own models: ``personal_mean/acc`` on their own shares, ``personal_mean/global_acc``."""
+        outputs = engine.evaluate(method.client(), method.broadcast(round), self.info.clients)
+        if outputs is None:
+            return {}
+        classes = self.info.base_classes
+        own, everywhere = [], []
+        for key, found in outputs.items():
+            if "own" in found and len(self.data.test(key)):
+                own.append(restrict(found["own"], self.data.test(key).labels, classes))
+            if "global" in found:
+                everywhere.append(restrict(found["global"], self.tests["global"].labels, classes))
+        row = personal_scores(own) if own else {}
+        if everywhere:
+            row |= {name.replace("/acc", "/global_acc"): value for name, value in personal_scores(everywhere).items()}
+        return row
+
+    def confusion(self, request: Predict, round: int) -> tuple[Tensor, list[str]]:
+        """Confusion matrix (C, C) on the global test set, rows true, and the class names."""
+        examples, classes = self.tests["global"], self.info.base_classes
+        logits, labels = restrict(self.logits(request, examples, round), examples.labels, classes)
+        return confusion(logits, labels, len(classes)), self._names(classes)

@@ -1,0 +1,357 @@
+"""The federation: rounds of broadcast, client work, server update and evaluation. It knows no method."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.data.examples import DataInfo, Examples
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.engines.base import Engine
+from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.evaluation import Evaluator
+from fl_lightning.federation.participant import Participant, ServerSide
+from fl_lightning.federation.sampling import AllClients, CohortSampler
+from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
+from fl_lightning.methods.base import Method, Predict
+from fl_lightning.tasks.base import FederatedTask
+
+DRY_RUN = 2  # rounds and clients of a dry run (trainer.fast_dev_run)
+
+
+class FederationLoop:
+    """Runs a method's rounds, evaluates, records and checkpoints.
+
+    Args:
+        name: Name of the run; its folder is ``lightning_logs/<name>/version_N``.
+        sampler: Draws the cohort of each round; everybody by default.
+        engine: Where client work runs. "serial": one client after the other, in this process.
+        evaluate_every: Evaluate every so many rounds (and before the first and after the last), at least 1.
+        validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
+        checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
+        keep_last: Round checkpoints to keep, at least 1.
+        monitor: A column of the record whose best round goes into ``summary.json`` beside the last round.
+        num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
+            threads of small models mostly wait for each other (``docs/results/speed.md``).
+        eval_batch_size: Examples per forward pass when evaluating, at least 1.
+        callbacks: Watchers of the federation, for example `EarlyStop`.
+        progress: Show progress: a live display on a terminal, plain lines elsewhere.
+    """
+
+    def __init__(
+        self,
+        name: str = "federation",
+        sampler: CohortSampler | None = None,
+        engine: Literal["serial"] = "serial",
+        evaluate_every: int = 1,
+        validate: bool = True,
+        checkpoint_every: int = 1,
+        keep_last: int = 2,
+        monitor: str | None = None,
+        num_threads: int | None = 1,
+        eval_batch_size: int = 512,
+        callbacks: list[FederationCallback] | None = None,
+        progress: bool = True,
+    ) -> None:
+        for label, value in {
+            "evaluate_every": evaluate_every,
+            "checkpoint_every": checkpoint_every,
+            "keep_last": keep_last,
+            "eval_batch_size": eval_batch_size,
+            "num_threads": num_threads if num_threads is not None else 1,
+        }.items():
+            if value < 1:
+                raise ValueError(f"federation.{label} is {value}; it must be at least 1")
+        if engine != "serial":
+            raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial'")
+        self.name, self.sampler, self.engine_name = name, sampler or AllClients(), engine
+        self.evaluate_every, self.validate = evaluate_every, validate
+        self.checkpoint_every, self.keep_last, self.monitor = checkpoint_every, keep_last, monitor
+        self.num_threads, self.eval_batch_size, self.progress = num_threads, eval_batch_size, progress
+        self.callbacks: list[FederationCallback] = list(callbacks or [])
+        self.history: list[dict[str, float]] = []
+        self.seconds: dict[str, float] = {}
+        self.round = 0
+        self.is_main = True
+
+    # ---- setting up
+
+    def assemble(
+        self,
+        method: Method,
+        model: FederatedTask,
+        data: FederatedDataModule,
+        trainer: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        """Put the pieces together: partition the data, build the model, set the method up."""
+        data.use_seed(seed)
+        data.setup()
+        self.data = data
+        self.assemble_model(method, model, data.info, trainer, seed, data.batch_size)
+        self.memory = MemoryStore()
+        self.engine: Engine = SerialEngine(self.participant, data, self.memory)
+        self.evaluator = Evaluator(data, self.info, self.participant)
+
+    def assemble_model(
+        self,
+        method: Method,
+        model: FederatedTask,
+        info: DataInfo,
+        trainer: Mapping[str, Any],
+        seed: int,
+        batch_size: int = 1,
+    ) -> None:
+        """Build the model and set the method up, without data: enough to predict."""
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+        self.method, self.model, self.info, self.seed = method, model, info, seed
+        self.dry_run = bool(trainer.get("fast_dev_run"))
+        if self.dry_run:
+            method.limit_rounds(DRY_RUN)
+        model.build(info, seed)
+        method.setup(model, info, seed)
+        self.program = method.client()
+        tasks = {**method.tasks(model), **self.program.tasks(model)}
+        self.participant = Participant(tasks, trainer, batch_size, seed, self.eval_batch_size)
+        self.is_main = self.participant.trainer.global_rank == 0
+
+    def launch(self) -> None:
+        """Start the processes of a multi-device strategy, once, before anything is written. Each runs the same program."""
+        launcher = self.participant.trainer.strategy.launcher
+        if launcher is not None:
+            launcher.launch(lambda: None, trainer=self.participant.trainer)
+
+    def predict(self, request: Predict, examples: Examples) -> torch.Tensor:
+        """Outputs (N, ...) of a model on examples."""
+        outputs = self.participant.execute(replace(request, data=examples), self.round, "predict").outputs
+        assert outputs is not None
+        return outputs.float()
+
+    # ---- running
+
+    def fit(
+        self, run_folder: Path | None = None, checkpoint: Path | None = None, facts: Mapping[str, Any] | None = None
+    ) -> list[dict[str, float]]:
+        """Run the rounds that are left.
+
+        Args:
+            run_folder: Where round checkpoints go (``checkpoints/`` below it); None writes none.
+            checkpoint: A round checkpoint to go on from.
+            facts: JSON facts to keep in every checkpoint (the configuration and its hash).
+
+        Returns:
+            The record, one row a round, row 0 before the first.
+        """
+        self.facts = {**(facts or {}), "info": info_to_json(self.info), "preprocessing": self.model.preprocessing()}
+        self.folder = CheckpointFolder(run_folder / "checkpoints", self.keep_last) if run_folder else None
+        self._committed: tuple[int, dict[str, Any]] | None = None
+        self._on_disk = -1
+        if checkpoint is not None:
+            self.restore(read_checkpoint(checkpoint)[0])
+            self._on_disk = self.round
+        try:
+            self._call("on_start")
+            self._commit()
+            stop = self._record({}) if checkpoint is None else False
+            while self.round < self.method.rounds and not stop:
+                stop = self._run_round(self.round + 1)
+            self._save()
+            self._call("on_end")
+        except (KeyboardInterrupt, SystemExit):
+            # Lightning turns an interrupt inside a fit into SystemExit.
+            saved = self._save()
+            self._call("on_interrupt", str(saved) if saved else None)
+            raise
+        return self.history
+
+    def _run_round(self, round: int) -> bool:
+        method, started = self.method, time.perf_counter()
+        timings: dict[str, float] = {}
+        with _timed(timings, "clients"):
+            cohort = method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
+            cohort = tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
+            message = method.broadcast(round)
+            done = iter(range(len(cohort) + 1))
+            total = self.engine.run(
+                self.program,
+                message,
+                cohort,
+                method.uplink(round),
+                method.weight,
+                lambda client: method.addressed(round, client),
+                lambda client: self._call("on_stage", f"client {client}", next(done), len(cohort)),
+            )
+        with _timed(timings, "server"):
+            self._call("on_stage", "server", len(cohort), len(cohort))
+            numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
+        self.round = round
+        row = {f"client/{name}": value for name, value in total.metrics.items()} | numbers
+        row |= {
+            "round/clients": float(len(cohort)),
+            "comm/bytes_up": float(total.bytes_up),
+            "comm/bytes_down": float(total.bytes_down),
+        }
+        return self._record(row, timings, started)
+
+    def _record(
+        self, row: Mapping[str, float], timings: dict[str, float] | None = None, started: float | None = None
+    ) -> bool:
+        """Evaluate, put the round's row into the history, commit. True: a callback asks to stop."""
+        timings = {} if timings is None else timings
+        started = time.perf_counter() if started is None else started
+        row = {"round": float(self.round), **row}
+        last = self.round >= self.method.rounds
+        if self.round % self.evaluate_every == 0 or last:
+            with _timed(timings, "evaluate"):
+                self._call("on_stage", "evaluate", 1, 1)
+                row |= self.evaluate()
+        timings["round"] = time.perf_counter() - started
+        row |= {f"time/{name}": value for name, value in timings.items()}
+        for name, value in timings.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+        self.history.append(row)
+        self._commit()
+        if self.round % self.checkpoint_every == 0 and self.round > 0:
+            self._save()
+        return any([callback.on_round_end(self, row) for callback in self.callbacks])
+
+    def evaluate(self, *, validate: bool | None = None, test: bool = True) -> dict[str, float]:
+        """Scores of the method's models as they are now."""
+        row: dict[str, float] = {}
+        validate = self.validate if validate is None else validate
+        for prefix, request in self.method.evaluations().items():
+            values = self.evaluator.model(request, self.round, validate=validate, test=test)
+            row |= {f"{prefix}/{name}" if prefix else name: value for name, value in values.items()}
+        if test:
+            row |= self.evaluator.personal(self.engine, self.method, self.round)
+        return row
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *args)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs: the method's state, client memories, the record, the clock."""
+        return {
+            "round": self.round,
+            "method": self.method.state_dict(),
+            "memory": self.memory.state_dict(),
+            "history": self.history,
+            "seconds": self.seconds,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state_dict` gave."""
+        self.round = int(state["round"])
+        self.method.load_state_dict(state["method"])
+        self.memory.load_state_dict(state["memory"])
+        self.history, self.seconds = list(state["history"]), dict(state["seconds"])
+
+    def _commit(self) -> None:
+        """Remember the state after a finished round, so that an interrupt in the next one loses nothing before it."""
+        if self.folder is not None and self.is_main:
+            state = self.state_dict()
+            self._committed = self.round, {**state, "method": _copy(state["method"]), "history": list(self.history)}
+
+    def _save(self) -> Path | None:
+        """Write the last committed round, unless it is on disk."""
+        if self.folder is None or self._committed is None or not self.history:
+            return None
+        round, state = self._committed
+        if round != self._on_disk:
+            self.folder.save(round, state, self.facts)
+            self._on_disk = round
+        return self.folder.folder / f"round_{round:05d}"
+
+    def summary(self) -> dict[str, Any]:
+        """The run in one JSON object: final metrics, bytes, seconds, versions."""
+        final: dict[str, float] = {}
+        for row in self.history:
+            final |= {k: v for k, v in row.items() if not k.startswith(("time/", "comm/")) and k != "round"}
+        summary = {
+            "metrics": final,
+            "bytes": {
+                "up": int(sum(row.get("comm/bytes_up", 0) for row in self.history)),
+                "down": int(sum(row.get("comm/bytes_down", 0) for row in self.history)),
+            },
+            "seconds": dict(self.seconds),
+            "rounds": self.round,
+            "seed": self.seed,
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
+        if self.monitor is not None:
+            candidates = [row for row in self.history if self.monitor in row]
+            if not candidates:
+                raise ValueError(
+                    f"federation.monitor is {self.monitor!r}; this run records: {', '.join(sorted(final))}"
+                )
+            best = max(candidates, key=lambda row: row[self.monitor or ""])
+            summary["best"] = {"round": int(best["round"]), "metrics": {k: v for k, v in best.items() if k in final}}
+        return summary
+
+
+@contextmanager
+def _timed(timings: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    timings[phase] = timings.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _copy(value: Any) -> Any:
+    """Nested containers with their tensors cloned: methods may step in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item) for item in value)
+    return value
+
+
+def info_to_json(info: DataInfo) -> dict[str, Any]:
+    """`DataInfo` as JSON values."""
+    return {name: list(value) for name, value in vars(info).items()}
+
+
+def info_from_json(values: Mapping[str, Any]) -> DataInfo:
+    """The inverse of `info_to_json`."""
+    return DataInfo(**{name: tuple(value) for name, value in values.items()})
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    names = ("fl_lightning", "torch", "lightning", "torchvision", "timm", "open_clip_torch", "peft", "torchmetrics")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except Exception:  # not installed as a distribution (run from a source tree)
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree, with "+" where it has changes; None outside of one."""
+    try:
+        here = Path(__file__).parent
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5)
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, timeout=5
+        )
+    except OSError:
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else None

@@ -1,0 +1,204 @@
+"""The one place that builds a Trainer: it carries out what a method's halves ask for."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from fl_lightning.data.examples import Examples
+from fl_lightning.methods.base import Fit, Predict, Result, Steps
+from fl_lightning.rng import owned_global_rng, torch_generator
+from fl_lightning.rules.base import Composed
+from fl_lightning.tasks.base import Batch, FederatedTask
+
+# What a client fit never does: it writes no file, draws no bar, checks no sanity.
+SILENT = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # BatchLoader divides a batch among devices itself, exactly
+}
+_OVERRIDES = ("max_epochs", "max_steps", "batch_size", "lr")
+
+
+class BatchLoader:
+    """A sized iterable of batches over examples that can be fetched many at a time.
+
+    A third of a DataLoader's cost, and under several devices each takes its share of the same batch, so that the number of
+    devices does not change what is computed.
+
+    Args:
+        examples: The examples.
+        batch_size: Examples per step, over all devices together.
+        generator: Shuffles anew each time the loader is iterated; None keeps the order.
+        rank: Number of this device.
+        world_size: Number of devices.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        batch_size: int,
+        generator: torch.Generator | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.examples, self.batch_size, self.generator = examples, batch_size, generator
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.examples) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        count = len(self.examples)
+        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+        for batch in order.split(self.batch_size):
+            scale = 1.0
+            if self.world_size > 1:
+                share = batch[self.rank :: self.world_size]
+                scale = len(share) * self.world_size / len(batch)
+                batch = share if len(share) else batch[:1]  # with scale 0: every device must take part in a step
+            yield Batch(self.examples.fetch(batch), self.examples.labels[batch], scale)
+
+
+class Participant:
+    """Executes `Fit`s and `Predict`s on resident tasks, with one Trainer whose loops start afresh each time.
+
+    Args:
+        tasks: Tasks by name.
+        trainer: Keyword arguments of a Lightning Trainer, the template of every fit; what would write or draw is off.
+        batch_size: Examples per step unless a request says otherwise.
+        seed: The run's seed.
+        eval_batch_size: Examples per forward pass of a `Predict`.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, FederatedTask],
+        trainer: Mapping[str, Any],
+        batch_size: int,
+        seed: int,
+        eval_batch_size: int = 512,
+    ) -> None:
+        self.tasks, self.batch_size, self.seed, self.eval_batch_size = dict(tasks), batch_size, seed, eval_batch_size
+        template = {**trainer, **SILENT}
+        self.callbacks: list[Callback] = list(template.pop("callbacks", None) or [])
+        self.trainer = Trainer(**template, callbacks=[])
+        self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
+        self._dry = bool(template.get("fast_dev_run"))
+
+    def run(self, steps: Steps, *owner: object) -> Any:
+        """Drive a client program (or any generator of requests) to its end.
+
+        Args:
+            steps: The generator.
+            *owner: Who owns its randomness: round and client key.
+
+        Returns:
+            What the generator returns.
+        """
+        try:
+            request = next(steps)
+            while True:
+                request = steps.send(self.execute(request, *owner))
+        except StopIteration as end:
+            return end.value
+
+    def execute(self, request: Fit | Predict, *owner: object) -> Result:
+        """Carry out one request."""
+        task = self._task(request.task)
+        if request.start is not None:
+            task.load(request.start)
+        task.given = request.given
+        with owned_global_rng(self.seed, *owner, *request.key):
+            try:
+                return self._fit(task, request, owner) if isinstance(request, Fit) else self._predict(task, request)
+            finally:
+                task.given, task.rule, task.learning_rate = {}, None, None
+                task._trainer = None  # else the module keeps the optimizer, its state and the loaders alive
+
+    def _task(self, name: str) -> FederatedTask:
+        if name not in self.tasks:
+            raise ValueError(f"no task is called {name!r}; there are: {', '.join(sorted(self.tasks))}")
+        return self.tasks[name]
+
+    def _fit(self, task: FederatedTask, fit: Fit, owner: tuple[object, ...]) -> Result:
+        unknown = set(fit.overrides) - set(_OVERRIDES)
+        if unknown:
+            raise ValueError(f"a fit overrides {sorted(unknown)}; allowed: {', '.join(_OVERRIDES)}")
+        if len(fit.data) == 0:
+            raise ValueError(f"a fit of task {fit.task!r} was given no examples")
+        trainer = self.trainer
+        if fit.rules:
+            if trainer.precision in ("16-mixed", "16-true"):
+                raise ValueError(
+                    f"trainer.precision {trainer.precision} cannot run {type(fit.rules[0]).__name__}: the gradient scaler "
+                    "calls a step's closure once only; use bf16-mixed or 32-true"
+                )
+            task.rule = fit.rules[0] if len(fit.rules) == 1 else Composed(fit.rules)
+        if "lr" in fit.overrides:
+            task.learning_rate = float(fit.overrides["lr"])
+        self._rewind(fit.overrides)
+        # Callbacks of the configuration are copied per fit: one object in several fits would carry its state along.
+        trainer.callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]  # type: ignore[attr-defined]
+        generator = torch_generator(self.seed, *owner, *fit.key, "shuffle")
+        batch_size = int(fit.overrides.get("batch_size", self.batch_size))
+        loader = BatchLoader(fit.data, batch_size, generator, trainer.global_rank, trainer.world_size)
+        task.train()
+        trainer.fit(task, loader)
+        num_steps = trainer.global_step
+        if trainer.world_size > 1:
+            task.loss_sum = trainer.strategy.reduce(task.loss_sum, reduce_op="mean")
+        return Result(
+            params={name: p.detach().to("cpu", copy=True) for name, p in task.trainable().items()},
+            buffers={name: b.detach().to("cpu", copy=True) for name, b in task.persistent_buffers().items()},
+            num_steps=num_steps,
+            lr_sum=task.lr_sum,
+            metrics=task.fit_metrics(),
+        )
+
+    def _rewind(self, overrides: Mapping[str, float]) -> None:
+        """Give the Trainer new loops. A Trainer that has run would otherwise see its limits reached and train nothing."""
+        trainer = self.trainer
+        epochs, steps = self._max_epochs, self._max_steps
+        if not self._dry:
+            epochs = int(overrides.get("max_epochs", epochs if epochs is not None else 1))
+            steps = int(overrides.get("max_steps", steps))
+        old = trainer.fit_loop
+        trainer.fit_loop = type(old)(trainer, min_epochs=old.min_epochs, max_epochs=epochs)
+        trainer.fit_loop.epoch_loop = type(old.epoch_loop)(trainer, min_steps=old.epoch_loop.min_steps, max_steps=steps)
+        trainer.should_stop = False
+
+    @torch.no_grad()
+    def _predict(self, task: FederatedTask, request: Predict) -> Result:
+        if request.data is None:
+            raise ValueError("a Predict was executed without data")
+        trainer = self.trainer
+        task.output = request.output
+        task.eval()
+        trainer.callbacks = []  # type: ignore[attr-defined]
+        loader = BatchLoader(request.data, self.eval_batch_size)
+        outputs: list[Tensor] = trainer.predict(task, loader)  # type: ignore[assignment]
+        # Lightning predicts in inference mode; a copy outside of it can be trained on.
+        return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone() if outputs else torch.empty(0))
+
+
+class ServerSide:
+    """What `Method.server_update` works with: the participant, and whose randomness it is."""
+
+    def __init__(self, participant: Participant, round: int) -> None:
+        self.participant, self.seed, self.round = participant, participant.seed, round
+
+    def fit(self, request: Fit) -> Result:
+        return self.participant.execute(request, self.round, "server")
+
+    def predict(self, request: Predict) -> Result:
+        return self.participant.execute(request, self.round, "server")

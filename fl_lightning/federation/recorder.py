@@ -1,0 +1,93 @@
+"""What a run leaves: metrics.csv, TensorBoard events, the partition, summary.json."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from fl_lightning.data.partition import plot_counts
+from fl_lightning.federation.callbacks import FederationCallback, Row
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.loop import FederationLoop
+
+
+class Recorder(FederationCallback):
+    """Writes the run's folder as it goes.
+
+    Args:
+        folder: The run's folder; exists.
+        loggers: Lightning loggers that get every round's row; a TensorBoard logger gets figures too.
+    """
+
+    def __init__(self, folder: Path, loggers: Sequence[Logger] = ()) -> None:
+        self.folder, self.loggers = folder, list(loggers)
+        self.columns: list[str] = []
+
+    def on_start(self, loop: FederationLoop) -> None:
+        if not loop.is_main:
+            return
+        loop.data.partition.save(self.folder / "partition.json")
+        data = loop.data
+        self._figure("partition", plot_counts(data.counts(), data.class_names, data.partition.clients), 0)
+        if loop.history:
+            self._rewrite(loop.history)  # a resumed run goes on where its checkpoint stands
+
+    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
+        if loop.is_main:
+            if set(row) <= set(self.columns):
+                with open(self.folder / "metrics.csv", "a", newline="") as file:
+                    csv.DictWriter(file, self.columns).writerow(_formatted(row))
+            else:
+                self._rewrite(loop.history)
+            values = {name: value for name, value in row.items() if name != "round"}
+            for logger in self.loggers:
+                logger.log_metrics(values, step=int(row["round"]))
+                logger.save()
+        return False
+
+    def on_end(self, loop: FederationLoop) -> None:
+        if not loop.is_main:
+            return
+        evaluations = loop.method.evaluations()
+        if evaluations:
+            from fl_lightning.report.figures import confusion_figure
+
+            matrix, names = loop.evaluator.confusion(next(iter(evaluations.values())), loop.round)
+            self._figure("confusion", confusion_figure(matrix, names), loop.round)
+        write_json(self.folder / "summary.json", loop.summary())
+        for logger in self.loggers:
+            logger.finalize("success")
+
+    def _rewrite(self, history: Sequence[Row]) -> None:
+        """Write the whole file, for a new column or a resumed run, beside it and renamed: no row is ever lost or doubled."""
+        self.columns = ["round", *sorted({name for row in history for name in row} - {"round"})]
+        beside = self.folder / "metrics.csv.writing"
+        with open(beside, "w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(_formatted(row) for row in history)
+        beside.rename(self.folder / "metrics.csv")
+
+    def _figure(self, name: str, figure: Any, step: int) -> None:
+        figure.savefig(self.folder / f"{name}.png", dpi=120, bbox_inches="tight")
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(name, figure, step)
+
+
+def _formatted(row: Row) -> dict[str, Any]:
+    """repr() of a float names it exactly, so that two files can be compared."""
+    return {name: int(value) if name == "round" else repr(float(value)) for name, value in row.items()}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON beside and rename."""
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(json.dumps(value, indent=2))
+    beside.rename(path)

@@ -1,0 +1,158 @@
+"""Federated averaging (McMahan et al., 2017) and, through a server optimizer, FedOpt (Reddi et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+
+from fl_lightning.data.examples import DataInfo
+from fl_lightning.message import Group, Message, Tensors
+from fl_lightning.methods.base import (
+    SERVER,
+    Client,
+    ClientProgram,
+    Fit,
+    Method,
+    Predict,
+    Reduced,
+    Result,
+    Server,
+    Steps,
+    clone,
+    difference,
+)
+from fl_lightning.rules.base import LocalRule
+from fl_lightning.tasks.base import FederatedTask
+
+BufferPolicy = Literal["average", "local", "global"]
+
+
+@dataclass(frozen=True)
+class AveragingClient(ClientProgram):
+    """Train from the global model and send the difference (McMahan et al., 2017, Algorithm 1, ClientUpdate).
+
+    Attributes:
+        buffers: What happens to buffers (BatchNorm statistics). "average": sent and averaged like parameters; "local":
+            every client keeps its own in its memory; "global": clients start from the server's and theirs are dropped.
+    """
+
+    buffers: BufferPolicy = "average"
+
+    def rules(self, client: Client, message: Message) -> tuple[LocalRule, ...]:
+        """Gradient transformations of the local fit; the hook of this family."""
+        return ()
+
+    def update(self, client: Client, message: Message) -> Steps:
+        result = yield Fit(
+            "model",
+            data=client.train,
+            start={**message.tensors["model"], **message.tensors["buffers"], **client.memory.get("buffers", {})},
+            given={**message.tensors, **{f"memory/{group}": value for group, value in client.memory.items()}},
+            rules=self.rules(client, message),
+        )
+        return self.finish(client, message, result)
+
+    def finish(self, client: Client, message: Message, result: Result) -> Any:
+        """The reply after the fit."""
+        groups = {"model": difference(result.params, message.tensors["model"])}
+        if self.buffers == "average":
+            groups["buffers"] = difference(result.buffers, message.tensors["buffers"])
+        memory = {"buffers": result.buffers} if self.buffers == "local" else None
+        return client.reply(groups, memory=memory, metrics=result.metrics)
+
+    def evaluate(self, client: Client, message: Message) -> Steps | None:
+        return self._personal(client, message) if self.buffers == "local" and client.memory else None
+
+    def _personal(self, client: Client, message: Message) -> Steps:
+        start = {**message.tensors["model"], **client.memory["buffers"]}
+        own = yield Predict("model", client.test, start)
+        return {"own": own.outputs}
+
+
+class FedAvg(Method):
+    """Weighted mean of client updates, then one step of a server optimizer.
+
+    With the default optimizer (SGD, learning rate 1) this is FedAvg (McMahan et al., 2017, Algorithm 1); SGD with momentum
+    is FedAvgM (Hsu et al., 2019), Adam is FedAdam (Reddi et al., 2021, Algorithm 2): the optimizer sees minus the mean
+    update as its gradient.
+
+    Args:
+        rounds: Number of rounds.
+        server_optimizer: Builds the server's optimizer from the global parameters.
+        weighting: "examples" weighs a client by its number of training examples, "uniform" all alike.
+        buffers: What happens to buffers; see `AveragingClient`.
+    """
+
+    def __init__(
+        self,
+        rounds: int = 10,
+        server_optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=1.0),
+        weighting: Literal["examples", "uniform"] = "examples",
+        buffers: BufferPolicy = "average",
+    ) -> None:
+        super().__init__(rounds)
+        if weighting not in ("examples", "uniform"):
+            raise ValueError(f"weighting is {weighting!r}; allowed: 'examples', 'uniform'")
+        if buffers not in ("average", "local", "global"):
+            raise ValueError(f"buffers is {buffers!r}; allowed: 'average', 'local', 'global'")
+        self.server_optimizer, self.weighting, self.buffer_policy = server_optimizer, weighting, buffers
+
+    def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
+        self.parameters = {name: nn.Parameter(p.detach().cpu().clone()) for name, p in model.trainable().items()}
+        self.buffers = clone({name: buffer.cpu() for name, buffer in model.persistent_buffers().items()})
+        self.optimizer = self.server_optimizer(list(self.parameters.values()))
+
+    def client(self) -> ClientProgram:
+        return AveragingClient(self.buffer_policy)
+
+    def broadcast(self, round: int) -> Message:
+        return Message(round, SERVER, {"model": self.parameters, "buffers": self.buffers})
+
+    def uplink(self, round: int) -> dict[str, Group]:
+        groups = {"model": Group("update")}
+        if self.buffer_policy == "average":
+            groups["buffers"] = Group("update")
+        return groups
+
+    def weight(self, message: Message) -> float:
+        return 1.0 if self.weighting == "uniform" else super().weight(message)
+
+    def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
+        self.step(total.groups["model"])
+        for name, change in total.groups.get("buffers", {}).items():
+            self.buffers[name] = self.buffers[name] + change
+        squares = [change.double().pow(2).sum() for change in total.groups["model"].values()]
+        return {"server/update_norm": float(torch.stack(squares).sum().sqrt())}
+
+    def step(self, update: Tensors) -> None:
+        """One step of the server's optimizer; minus the update stands for the gradient (Reddi et al., 2021)."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = -update[name]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Tensor]:
+        """The global model."""
+        return {**clone(self.parameters), **self.buffers}
+
+    def evaluations(self) -> dict[str, Predict]:
+        return {"": Predict("model", None, self.state())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "parameters": clone(self.parameters),
+            "buffers": self.buffers,
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["parameters"][name])
+        self.buffers = dict(state["buffers"])
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,261 @@
+"""The interface of a federated method: two halves that share nothing but messages.
+
+The client's half (`ClientProgram`) sees the message, its own data and its memory. The server's half (`Method`) holds state
+and decides. Neither writes a training loop: both ask for local trainings (`Fit`) and forward passes (`Predict`), which a
+participant carries out with Lightning.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from fl_lightning.data.examples import DataInfo, Examples
+from fl_lightning.message import Group, Groups, Message, Tensors
+from fl_lightning.rules.base import LocalRule
+from fl_lightning.tasks.base import FederatedTask
+
+SERVER = "server"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One local training, as data.
+
+    Attributes:
+        task: Name of the task to train, from ``tasks()`` of the program or the method.
+        data: Training examples.
+        start: Trainable parameters (and buffers) to start from, by name; None continues from what the task holds.
+        given: Groups of tensors that the task, its rules or callbacks need.
+        rules: Gradient transformations, innermost first.
+        callbacks: Lightning callbacks of this fit; new ones for every fit, since they may hold state.
+        overrides: ``max_epochs``, ``max_steps``, ``batch_size`` in place of the configured ones, ``lr`` in place of the
+            optimizer's.
+        key: Who owns the randomness of this fit within the round; two fits of one client and round need different keys.
+    """
+
+    task: str
+    data: Examples
+    start: Tensors | None = None
+    given: Groups = field(default_factory=dict)
+    rules: tuple[LocalRule, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
+    overrides: Mapping[str, float] = field(default_factory=dict)
+    key: tuple[object, ...] = ("fit",)
+
+
+@dataclass(frozen=True)
+class Predict:
+    """One forward pass over examples, in their order.
+
+    Attributes:
+        task: Name of the task.
+        data: Examples; None only in `Method.evaluations`, where the loop fills in each test set.
+        start: Parameters and buffers to load first; None keeps what the task holds.
+        given: Groups of tensors that the task needs.
+        output: The task's method to call on a batch of inputs.
+        key: Who owns the randomness.
+    """
+
+    task: str
+    data: Examples | None
+    start: Tensors | None = None
+    given: Groups = field(default_factory=dict)
+    output: str = "logits"
+    key: tuple[object, ...] = ("predict",)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a `Fit` or `Predict` came to. All tensors are CPU copies.
+
+    Attributes:
+        params: Trainable parameters after a fit.
+        buffers: Persistent buffers after a fit (BatchNorm statistics).
+        outputs: (N, ...) outputs of a `Predict`.
+        num_steps: Optimizer steps taken.
+        lr_sum: Sum of the learning rate over these steps.
+        metrics: Means over the fit.
+    """
+
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    outputs: Tensor | None = None
+    num_steps: int = 0
+    lr_sum: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+Steps = Generator[Fit | Predict, Result, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer: the message, and the memory that is committed when the message is accepted.
+
+    Attributes:
+        message: What crosses the wire.
+        memory: The client's new memory by group; None keeps the old one.
+        metrics: Numbers for the round's record; they do not cross the wire in a deployment and are not counted.
+    """
+
+    message: Message
+    memory: Groups | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the client's half may see: its data, its memory, nothing else.
+
+    Attributes:
+        key: The client's name.
+        round: Current round.
+        seed: The run's seed, for draws of the client's own (owner: round, key, purpose).
+        train: Training examples.
+        val: Validation examples.
+        test: The client's share of the test set.
+        shared_test: Test examples of all clients, a simulation's privilege for judging personal models.
+        memory: What this client kept from its last accepted reply, read-only.
+    """
+
+    key: str
+    round: int
+    seed: int
+    train: Examples
+    val: Examples
+    test: Examples
+    shared_test: Examples
+    memory: Groups
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.train)
+
+    def reply(
+        self,
+        groups: Groups,
+        *,
+        scalars: Mapping[str, float] | None = None,
+        memory: Groups | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Reply:
+        """Answer with groups of tensors; ``memory`` replaces the client's memory once the reply is accepted."""
+        message = Message(self.round, self.key, groups, scalars or {}, self.num_examples)
+        return Reply(message, memory, metrics or {})
+
+
+class ClientProgram(ABC):
+    """The client's half: hyper-parameters only (a frozen dataclass), rebuilt from the configuration wherever it runs."""
+
+    def tasks(self, model: FederatedTask) -> dict[str, FederatedTask]:
+        """The tasks that this program names, made from the configured model once per worker."""
+        return {"model": model}
+
+    @abstractmethod
+    def update(self, client: Client, message: Message) -> Steps:
+        """Yield `Fit`s and `Predict`s, receive `Result`s, return a `Reply`."""
+
+    def evaluate(self, client: Client, message: Message) -> Steps | None:
+        """Personalised evaluation: yield requests, return ``{"own": logits, "global": logits}`` (both optional) for the
+        client's own share of the test set and for the test set of all. None: nothing is personal."""
+        return None
+
+
+class Reduced(Protocol):
+    """What the server sees of a round's replies: groups as their reducers left them, who replied, examples in all."""
+
+    groups: dict[str, Any]
+    clients: tuple[str, ...]
+    num_examples: int
+
+
+class Server(Protocol):
+    """The means that `Method.server_update` has: trainings and forward passes on the server."""
+
+    seed: int
+    round: int
+
+    def fit(self, request: Fit) -> Result: ...
+
+    def predict(self, request: Predict) -> Result: ...
+
+
+class Method(ABC):
+    """The server's half: state and decisions.
+
+    Args:
+        rounds: Number of rounds, at least 1.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        if rounds < 1:
+            raise ValueError(f"rounds is {rounds}; it must be at least 1")
+        self.rounds = rounds
+
+    def tasks(self, model: FederatedTask) -> dict[str, FederatedTask]:
+        """The tasks that the server's requests name."""
+        return {"model": model}
+
+    def limit_rounds(self, rounds: int) -> None:
+        """Run fewer rounds than configured (a dry run). Called before `setup`."""
+        self.rounds = min(self.rounds, rounds)
+
+    @abstractmethod
+    def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
+        """Make the initial server state from the built model."""
+
+    @abstractmethod
+    def client(self) -> ClientProgram:
+        """The client's half."""
+
+    @abstractmethod
+    def broadcast(self, round: int) -> Message:
+        """What every client of this round may receive."""
+
+    def addressed(self, round: int, client: str) -> tuple[str, ...] | None:
+        """The groups of the broadcast that this client is sent; None is all of them."""
+        return None
+
+    def cohort(self, round: int, sampled: tuple[str, ...]) -> tuple[str, ...]:
+        """Who takes part, given the sampler's draw; () makes a server-only round."""
+        return sampled
+
+    @abstractmethod
+    def uplink(self, round: int) -> dict[str, Group]:
+        """The groups that a reply must hold, and how they are reduced."""
+
+    def weight(self, message: Message) -> float:
+        """Weight of a reply in a mean."""
+        return float(message.num_examples)
+
+    @abstractmethod
+    def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
+        """Take the reduced replies in; may train. Returns numbers for the round's record."""
+
+    @abstractmethod
+    def evaluations(self) -> dict[str, Predict]:
+        """Models to score on the test sets, by prefix; "" is the model whose accuracy is reported."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the server must remember: nested dicts and lists of tensors, numbers and strings."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+
+
+def clone(tensors: Tensors) -> dict[str, Tensor]:
+    """Copies by name."""
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def difference(after: Tensors, before: Tensors) -> dict[str, Tensor]:
+    """after - before by name; integers are differences too."""
+    return {name: value - before[name] for name, value in after.items()}

@@ -1,0 +1,135 @@
+"""What every LightningModule of a federation shares: how it is built, loaded, stepped and asked."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from fl_lightning.data.examples import DataInfo
+from fl_lightning.optim.rule_optimizer import RuleOptimizer
+from fl_lightning.rules.base import LocalRule
+
+
+class Batch(NamedTuple):
+    """One step's examples.
+
+    Attributes:
+        inputs: (B, ...) float32.
+        labels: (B,) int64.
+        scale: 1, except where several devices share a batch that does not divide evenly: then the factor that makes the
+            mean over devices the mean over the batch.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    scale: float = 1.0
+
+
+class FederatedTask(LightningModule):
+    """A LightningModule that a participant loads, trains and asks.
+
+    Args:
+        optimizer: Builds the local optimizer from the trainable parameters. It is an argument of the task, not a section
+            of its own, since a section's optimizer would stay bound to one copy of the parameters.
+    """
+
+    def __init__(self, optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1)) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.given: Mapping[str, Mapping[str, Tensor]] = {}
+        self.rule: LocalRule | None = None
+        self.learning_rate: float | None = None
+        self.output = "logits"
+        self.loss_sum = torch.zeros(())
+        self.num_losses = 0
+        self.lr_sum = 0.0
+
+    @abstractmethod
+    def build(self, info: DataInfo, seed: int) -> None:
+        """Make the network, once the data are known."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean loss of a batch, a scalar."""
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by name: what a fit changes and what `Result.params` holds."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Buffers that belong to the model's state (BatchNorm statistics), by name."""
+        stateful = self.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.named_buffers() if name in stateful}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy values in place into the parameters and buffers of these names.
+
+        Raises:
+            KeyError: A name is unknown.
+            ValueError: A shape differs.
+        """
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name, value in tensors.items():
+            if name not in own:
+                raise KeyError(f"{type(self).__name__} has no parameter or buffer {name!r}")
+            if own[name].shape != value.shape:
+                raise ValueError(
+                    f"{name!r} is {tuple(own[name].shape)} here and {tuple(value.shape)} in what is loaded"
+                )
+            own[name].copy_(value)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the trainable parameters and persistent buffers, on the CPU."""
+        own = {**self.trainable(), **self.persistent_buffers()}
+        return {name: value.detach().to("cpu", copy=True) for name, value in own.items()}
+
+    # ---- what Lightning calls
+
+    def on_fit_start(self) -> None:
+        self.loss_sum, self.num_losses, self.lr_sum = torch.zeros((), device=self.device), 0, 0.0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.loss_sum += loss.detach()
+        self.num_losses += 1
+        return loss if batch.scale == 1.0 else loss * batch.scale
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.lr_sum += optimizer.param_groups[0]["lr"]
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return getattr(self, self.output)(batch.inputs)
+
+    def setup(self, stage: str) -> None:
+        # The strategy has not moved the module yet when this hook runs, but the trainer knows where it will be.
+        device = self.trainer.strategy.root_device
+        self.given = {
+            group: {name: value.to(device) for name, value in tensors.items()} for group, tensors in self.given.items()
+        }
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        parameters = self.trainable()
+        if not parameters:
+            raise ValueError(f"{type(self).__name__} has no trainable parameter")
+        base = self.optimizer(list(parameters.values()))
+        if self.learning_rate is not None:
+            for group in base.param_groups:
+                group["lr"] = self.learning_rate
+        return base if self.rule is None else RuleOptimizer(base, parameters, self.rule, self.given)
+
+    def fit_metrics(self) -> dict[str, float]:
+        """Means over the fit that just ended."""
+        return {"loss": float(self.loss_sum) / max(self.num_losses, 1)}
+
+    def preprocessing(self) -> dict[str, Any]:
+        """What images must look like for this task, for the checkpoint: JSON values."""
+        return {}
