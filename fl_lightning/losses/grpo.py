@@ -211,8 +211,9 @@ def grpo_loss(
 
     Returns:
         The scalar loss, and detached scalars: ``mixed_groups``, the share of images whose guesses disagree in reward
-        (if near 0 the stage only pulls to the reference, if near 1 the noise swamps the signal); ``kl``, the mean KL term;
-        ``clip_fraction``, the share of actions whose policy gradient the clip removes; ``reward``, the mean reward.
+        (if near 0 the stage only pulls to the reference, if near 1 the noise swamps the signal); ``kl``, the mean KL
+        term; ``clip_fraction``, the share of actions whose policy gradient the clip removes; ``reward``, the mean
+        reward.
 
     Raises:
         ValueError: Shapes that do not fit each other, or weights that are not a distribution.

@@ -220,7 +220,7 @@ def test_invariant_18_flip_rate_is_the_normal_tail(space: str, norm: float, sigm
 
 def test_sampled_actions_follow_the_softmax() -> None:
     text, image = torch.eye(3, dtype=torch.float64), torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64)
-    options = GRPO(group_size=60_000, sigma=0, action="sample")
+    options = GRPO(group_size=60_000, sigma=0, action="sample", noise_space="raw")
     actions = sample_actions(image, text, 2.0, options, torch_generator(0))
     expected = (2 * F.normalize(image, dim=-1)).softmax(-1)[0]
     torch.testing.assert_close(torch.bincount(actions[0]).double() / 60_000, expected, atol=0.01, rtol=0)
