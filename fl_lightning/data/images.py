@@ -120,7 +120,10 @@ def header(path: str | Path) -> tuple[int, int, int]:
 
     def read(image: Image) -> tuple[int, int, int]:
         width, height = image.size
-        if image.getexif().get(ORIENTATION_TAG) in SWAPPED_ORIENTATIONS:
+        known = (
+            image.format != "PNG" or "exif" in image.info
+        )  # PNG: looking for EXIF behind the pixels would decode them
+        if known and image.getexif().get(ORIENTATION_TAG) in SWAPPED_ORIENTATIONS:
             width, height = height, width
         channels = 1 if _is_grey(image) else 3
         image.verify()

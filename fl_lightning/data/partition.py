@@ -562,6 +562,7 @@ def plot_counts(counts: np.ndarray, class_names: Sequence[str], clients: Sequenc
         class_names: C names.
         clients: K keys.
     """
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -576,16 +577,16 @@ def plot_counts(counts: np.ndarray, class_names: Sequence[str], clients: Sequenc
     bars.spines[["top", "right"]].set_visible(False)
     bars.tick_params(axis="x", bottom=False)
     shown = np.ma.masked_equal(counts.T, 0)  # nothing held is white, one example is not
-    drawn = cells.imshow(shown, aspect="auto", cmap="viridis_r", vmin=0, interpolation="nearest")
+    scale = LogNorm(vmin=0.5, vmax=max(int(counts.max()), 2))
+    drawn = cells.imshow(shown, aspect="auto", cmap="YlGnBu", norm=scale, interpolation="nearest")
     figure.colorbar(drawn, ax=cells, label="examples", pad=0.01)
     for axis, names, room in ((cells.xaxis, clients, width * 2.5), (cells.yaxis, class_names, height * 4)):
         ticks = range(0, len(names), max(1, int(np.ceil(len(names) / room))))
         axis.set_ticks(ticks, [names[k] for k in ticks])
     cells.set_xlabel("client")
     if counts.size <= 150:
-        dark = counts.max() / 2
         for (client, label), count in np.ndenumerate(counts):
             if count:
-                color = "white" if count > dark else "black"
+                color = "white" if scale(count) > 0.6 else "black"
                 cells.text(client, label, str(count), ha="center", va="center", fontsize=7, color=color)
     return figure
