@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import lightning
 import numpy as np
@@ -68,7 +67,7 @@ class FederatedDataModule(lightning.LightningDataModule):
         train_fraction: float = 1.0,
         base_fraction: float = 1.0,
         base_classes: int | None = None,
-        unseen_clients: int | list[str] = 0,
+        unseen_clients: int | list[int | str] = 0,
         min_client_size: int = 1,
         allow_empty: bool = False,
         seed: int | None = None,
@@ -282,9 +281,7 @@ def _views(examples: Examples, division: Partition) -> dict[str, Examples]:
 
 def _shots(pool: np.ndarray, labels: np.ndarray, shots: int, rng: np.random.Generator) -> np.ndarray:
     """At most ``shots`` examples of every class, drawn; ascending."""
-    drawn: Sequence[np.ndarray] = [
-        rng.permutation(pool[labels[pool] == label])[:shots] for label in np.unique(labels[pool])
-    ]
+    drawn = [rng.permutation(pool[labels[pool] == label])[:shots] for label in np.unique(labels[pool])]
     return np.sort(np.concatenate([pool[:0], *drawn]))
 
 

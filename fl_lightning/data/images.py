@@ -113,6 +113,8 @@ def decode(path: str | Path) -> Tensor:
 def header(path: str | Path) -> tuple[int, int, int]:
     """(C, H, W) that `decode` will return, from the file's header and PIL's integrity check, without decoding.
 
+    The check reads checksums where a format has them; that a JPEG is cut short is found only when it is decoded.
+
     Raises:
         ValueError: The file is no image, or is found broken; the message names it.
         FileNotFoundError: There is no such file.
@@ -133,7 +135,7 @@ def header(path: str | Path) -> tuple[int, int, int]:
 
 
 def _is_grey(image: Image) -> bool:
-    return image.mode in ("1", "L", "LA", "La", "F") or image.mode.startswith("I")
+    return image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I")
 
 
 def _open(path: str | Path, read: Callable[[Image], T]) -> T:

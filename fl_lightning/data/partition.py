@@ -99,9 +99,9 @@ class Partitioner(ABC):
             ValueError: The division is impossible with this number of clients, classes or domains.
         """
 
-    def donors(self, client: int, domains: np.ndarray, num_clients: int) -> Sequence[int]:
-        """Clients from which the repair may move examples to ``client``: all, unless a client is bound to a domain."""
-        return range(num_clients)
+    def donors(self, domains: np.ndarray, num_clients: int) -> list[Sequence[int]]:
+        """For every client, the clients that the repair may take from: all, unless clients are bound to domains."""
+        return [range(num_clients)] * num_clients
 
 
 @dataclass(frozen=True)
@@ -269,9 +269,9 @@ class ByDomain(Partitioner):
                 parts[client] = inside[piece]
         return parts
 
-    def donors(self, client: int, domains: np.ndarray, num_clients: int) -> Sequence[int]:
+    def donors(self, domains: np.ndarray, num_clients: int) -> list[Sequence[int]]:
         step = len(np.unique(domains))
-        return range(client % step, num_clients, step)
+        return [range(client % step, num_clients, step) for client in range(num_clients)]
 
     def _within(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         return IID().divide(labels, np.zeros_like(labels), num_clients, rng)
@@ -455,10 +455,10 @@ def partition(
         )
     rng = numpy_generator(seed, "partition")
     parts = [np.sort(part).tolist() for part in partitioner.divide(labels, domains, num_clients, rng)]
-    moved = 0
+    donors, moved = partitioner.donors(domains, num_clients), 0
     while small := [k for k, part in enumerate(parts) if len(part) < min_size and (part or not allow_empty)]:
         needy = min(small, key=lambda k: len(parts[k]))
-        donor = max(partitioner.donors(needy, domains, num_clients), key=lambda k: len(parts[k]))
+        donor = max(donors[needy], key=lambda k: len(parts[k]))
         if len(parts[donor]) <= min_size:
             raise ValueError(
                 f"client {needy} cannot reach min_size={min_size}: no client that may give has more than that"

@@ -13,6 +13,7 @@ import warnings
 import zipfile
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +57,8 @@ class DecodedExamples(Examples):
         cache: bool = False,
     ) -> None:
         self.labels = torch.as_tensor(np.asarray(labels, dtype=np.int64))
-        self.domains = torch.zeros_like(self.labels) if domains is None else torch.as_tensor(np.asarray(domains))
+        numbers = np.zeros(len(self.labels)) if domains is None else domains
+        self.domains = torch.as_tensor(np.asarray(numbers, dtype=np.int64))
         self.image_size, self.channels = image_size, channels
         self._kept: dict[int, Tensor] | None = {} if cache else None
 
@@ -666,12 +668,13 @@ class Manifest(_Files):
         if self.class_names is not None and len(self.class_names) != len(labels):
             raise ValueError(f"{table}: {len(labels)} classes, but class_names has {len(self.class_names)}")
         sites = sorted({line.get("site") or "all" for line in lines})
+        label_number, site_number = ({name: n for n, name in enumerate(names)} for names in (labels, sites))
         base = table.parent if self.root is None else _existing(self.root, "the manifest's paths")
         rows = [
             (
                 base / line["path"],
-                labels.index(line["label"].strip()),
-                sites.index(line.get("site") or "all"),
+                label_number[line["label"].strip()],
+                site_number[line.get("site") or "all"],
                 _SPLIT_NAMES[line.get("split") or "train"],
             )
             for line in lines
@@ -757,8 +760,10 @@ def _array_examples(
     targets = torch.as_tensor(np.asarray(labels, dtype=np.int64))
     side = image_size * image_size if image_size else pixels.shape[-1] * pixels.shape[-2]
     if len(pixels) * (channels or pixels.shape[1]) * side * pixels.element_size() > IN_MEMORY_BYTES:
+        # A partial, not a lambda: examples may be sent to another process.
         return Transformed(
-            TensorExamples(pixels.contiguous(), targets), lambda batch: images.prepare(batch, image_size, channels)
+            TensorExamples(pixels.contiguous(), targets),
+            partial(images.prepare, image_size=image_size, channels=channels),
         )
     chunks = [images.to_channels(images.resize(chunk, image_size), channels) for chunk in pixels.split(CHUNK)]
     return TensorExamples(torch.cat(chunks), targets)

@@ -174,7 +174,7 @@ def test_unseen_clients_are_evaluated_but_not_trained():
     assert hidden
     assert not hidden & set(numbers(data.server_val()))
     assert len(data.test_sets()["global"]) == 30
-    assert module(unseen_clients=["3", "0"]).unseen == ("0", "3")
+    assert module(unseen_clients=["3", 0]).unseen == ("0", "3")
     assert {module(num_clients=6, unseen_clients=1, seed=seed).unseen for seed in range(30)} == {
         (key,) for key in "012345"
     }
@@ -242,7 +242,7 @@ def test_command_line_builds_it(tmp_path):
         "  source: {class_path: fl_lightning.data.sources.Digits, init_args: {test_fraction: 0.5}}\n"
         "  partitioner: {class_path: fl_lightning.data.partition.Dirichlet, init_args: {alpha: 0.3}}\n"
         "  image_size: 16\n"
-        "  unseen_clients: ['1']\n"
+        "  unseen_clients: [1]\n"
     )
     config = parser.parse_args([f"--config={tmp_path / 'data.yaml'}", "--data.num_clients=5"])
     data = parser.instantiate(config).data

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import pickle
 import re
 import struct
 
@@ -418,8 +419,6 @@ def test_torchvision_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"unknown torchvision set 'CIFAR11'; allowed: .*CIFAR10,"):
         Torchvision("CIFAR11")
     for name in sources.TORCHVISION:
-        if name == "StanfordCars":  # torchvision's own message wants scipy first on a bare machine
-            continue
         with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path}: torchvision cannot load {name}")) as caught:
             load(Torchvision(name, str(tmp_path)), 32)
         assert "Set download: true" in str(caught.value)
@@ -431,3 +430,11 @@ def test_large_arrays_are_resized_when_fetched(monkeypatch):
     lazy = load(Digits(), 16, 3)
     assert torch.equal(everything(lazy.test), everything(small.test))
     assert torch.equal(lazy.train.labels, small.train.labels)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_examples_can_be_sent_to_another_process(monkeypatch, lazily):
+    if lazily:
+        monkeypatch.setattr(sources, "IN_MEMORY_BYTES", 0)
+    test = load(Digits(), 9).test
+    assert torch.equal(everything(pickle.loads(pickle.dumps(test))), everything(test))
