@@ -151,7 +151,8 @@ class Participant:
         trainer.callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]  # type: ignore[attr-defined]
         generator = torch_generator(self.seed, *owner, *fit.key, "shuffle")
         batch_size = int(fit.overrides.get("batch_size", self.batch_size))
-        loader = BatchLoader(fit.data, batch_size, generator, trainer.global_rank, trainer.world_size)
+        data = self._inputs(task, fit.data)
+        loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size)
         task.train()
         trainer.fit(task, loader)
         num_steps = trainer.global_step
@@ -164,6 +165,13 @@ class Participant:
             lr_sum=task.lr_sum,
             metrics=task.fit_metrics(),
         )
+
+    @staticmethod
+    def _inputs(task: FederatedTask, examples: Examples) -> Examples:
+        """The examples, or what the task has kept of them."""
+        cached = task.cached(examples)
+        task.inputs_are_cached = cached is not None
+        return examples if cached is None else cached
 
     def _rewind(self, overrides: Mapping[str, float]) -> None:
         """Give the Trainer new loops. A Trainer that has run would otherwise see its limits reached and train nothing."""
@@ -185,7 +193,7 @@ class Participant:
         task.output = request.output
         task.eval()
         trainer.callbacks = []  # type: ignore[attr-defined]
-        loader = BatchLoader(request.data, self.eval_batch_size)
+        loader = BatchLoader(self._inputs(task, request.data), self.eval_batch_size)
         outputs: list[Tensor] = trainer.predict(task, loader)  # type: ignore[assignment]
         # Lightning predicts in inference mode; a copy outside of it can be trained on.
         return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone() if outputs else torch.empty(0))

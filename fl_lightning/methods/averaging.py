@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,8 +24,10 @@ from fl_lightning.methods.base import (
     Result,
     Server,
     Steps,
+    client_drift,
     clone,
     difference,
+    square_norm,
 )
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.tasks.base import FederatedTask
@@ -59,11 +62,12 @@ class AveragingClient(ClientProgram):
 
     def finish(self, client: Client, message: Message, result: Result) -> Any:
         """The reply after the fit."""
-        groups = {"model": difference(result.params, message.tensors["model"])}
+        update = difference(result.params, message.tensors["model"])
+        groups = {"model": update}
         if self.buffers == "average":
             groups["buffers"] = difference(result.buffers, message.tensors["buffers"])
         memory = {"buffers": result.buffers} if self.buffers == "local" else None
-        return client.reply(groups, memory=memory, metrics=result.metrics)
+        return client.reply(groups, memory=memory, metrics={**result.metrics, "update_square": square_norm(update)})
 
     def evaluate(self, client: Client, message: Message) -> Steps | None:
         return self._personal(client, message) if self.buffers == "local" and client.memory else None
@@ -123,11 +127,11 @@ class FedAvg(Method):
         return 1.0 if self.weighting == "uniform" else super().weight(message)
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
+        drift = client_drift(total, total.groups["model"], self.parameters)
         self.step(total.groups["model"])
         for name, change in total.groups.get("buffers", {}).items():
             self.buffers[name] = self.buffers[name] + change
-        squares = [change.double().pow(2).sum() for change in total.groups["model"].values()]
-        return {"server/update_norm": float(torch.stack(squares).sum().sqrt())}
+        return {"server/client_drift": drift, "server/update_norm": math.sqrt(square_norm(total.groups["model"]))}
 
     def step(self, update: Tensors) -> None:
         """One step of the server's optimizer; minus the update stands for the gradient (Reddi et al., 2021)."""

@@ -7,6 +7,7 @@ participant carries out with Lightning.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -168,11 +169,13 @@ class ClientProgram(ABC):
 
 
 class Reduced(Protocol):
-    """What the server sees of a round's replies: groups as their reducers left them, who replied, examples in all."""
+    """What the server sees of a round's replies: groups as their reducers left them, who replied, examples in all, and
+    the means of the clients' metrics, weighted as replies are."""
 
     groups: dict[str, Any]
     clients: tuple[str, ...]
     num_examples: int
+    metrics: dict[str, float]
 
 
 class Server(Protocol):
@@ -259,3 +262,18 @@ def clone(tensors: Tensors) -> dict[str, Tensor]:
 def difference(after: Tensors, before: Tensors) -> dict[str, Tensor]:
     """after - before by name; integers are differences too."""
     return {name: value - before[name] for name, value in after.items()}
+
+
+def square_norm(tensors: Tensors) -> float:
+    """Squared Euclidean norm over all tensors together, in float64."""
+    return sum(float(value.double().pow(2).sum()) for value in tensors.values())
+
+
+def client_drift(total: Reduced, update: Tensors, average: Tensors) -> float:
+    """sqrt(mean_k ||w_k - w||^2) / ||w||: how far the clients ended from their average w, relative to it.
+
+    From the mean of ||u_k||^2 (the clients' metric ``update_square``) and the mean update u alone, since
+    mean ||u_k - u||^2 = mean ||u_k||^2 - ||u||^2.
+    """
+    spread = max(total.metrics["update_square"] - square_norm(update), 0.0)
+    return math.sqrt(spread) / max(math.sqrt(square_norm(average)), 1e-12)

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from fl_lightning.data.examples import DataInfo
+from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rules.base import LocalRule
 
@@ -47,17 +47,22 @@ class FederatedTask(LightningModule):
         self.rule: LocalRule | None = None
         self.learning_rate: float | None = None
         self.output = "logits"
+        self.inputs_are_cached = False
         self.loss_sum = torch.zeros(())
         self.num_losses = 0
         self.lr_sum = 0.0
 
-    @abstractmethod
     def build(self, info: DataInfo, seed: int) -> None:
-        """Make the network, once the data are known."""
+        """Make the network, once the data are known. Halves that are made from a built task have nothing to do here."""
 
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of a batch, a scalar."""
+
+    def cached(self, examples: Examples) -> Examples | None:
+        """The examples with their inputs run through the part of the network that never trains, or None to use them as
+        they are. Where examples are returned, ``inputs_are_cached`` is set while they are used."""
+        return None
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name: what a fit changes and what `Result.params` holds."""

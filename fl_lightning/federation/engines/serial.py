@@ -72,11 +72,12 @@ class SerialEngine(Engine):
                 memories[key] = reply.memory
             total.bytes_up += reply.message.nbytes
             total.num_examples += reply.message.num_examples
-            weights += reply.message.num_examples
+            share = weight(reply.message)
+            weights += share
             for name, value in reply.metrics.items():
-                total.metrics[name] = total.metrics.get(name, 0.0) + value * reply.message.num_examples
+                total.metrics[name] = total.metrics.get(name, 0.0) + value * share
         total.groups = reducer.finish()
-        total.metrics = {name: value / max(weights, 1.0) for name, value in total.metrics.items()}
+        total.metrics = {name: value / weights for name, value in total.metrics.items()}
         for key, memory in memories.items():
             self.memory.commit(key, memory)
         return total
