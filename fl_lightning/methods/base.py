@@ -266,7 +266,7 @@ def difference(after: Tensors, before: Tensors) -> dict[str, Tensor]:
 
 def square_norm(tensors: Tensors) -> float:
     """Squared Euclidean norm over all tensors together, in float64."""
-    return sum(float(value.double().pow(2).sum()) for value in tensors.values())
+    return sum(float(value.detach().double().pow(2).sum()) for value in tensors.values())
 
 
 def client_drift(total: Reduced, update: Tensors, average: Tensors) -> float:

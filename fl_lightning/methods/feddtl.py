@@ -80,7 +80,6 @@ class FedDTLClient(ClientProgram):
             given=given,
             callbacks=(self.stage_switch(client, message),) if reinforced or within else (),
             overrides={"max_epochs": epochs},
-            key=("grpo" if reinforced else "sft",),
         )
         update = difference(result.params, received["lora"])
         groups: dict[str, Tensors] = {"lora": update}

@@ -1,0 +1,428 @@
+"""FedDTL: the invariants of its specification, a hand-computed aggregation, and a round written plainly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_lightning.aggregation import Mean
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.data.partition import Pathological
+from fl_lightning.data.sources import Digits
+from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.losses.grpo import GRPO
+from fl_lightning.methods.averaging import FedAvg
+from fl_lightning.methods.base import Client
+from fl_lightning.methods.feddtl import FedDTL, ProductMean
+from fl_lightning.models.clip import LoRA, build_clip
+from fl_lightning.rng import derive_seed, torch_generator
+from fl_lightning.tasks.clip import ClipTask
+
+SEED = 3
+TRAINER = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
+
+
+def make_data(shots: int = 6, **kwargs: Any) -> FederatedDataModule:
+    return FederatedDataModule(
+        Digits(),
+        Pathological(1),
+        num_clients=5,
+        base_classes=5,
+        batch_size=4,
+        image_size=32,
+        channels=3,
+        shots=shots,
+        **kwargs,
+    )
+
+
+def make_loop(method: Any, data: FederatedDataModule | None = None, **model: Any) -> FederationLoop:
+    loop = FederationLoop(progress=False)
+    options = {"pretrained": None, "lora": LoRA(rank=2, last_blocks=2), "logit_scale": 20.0}
+    loop.assemble(method, ClipTask(**{**options, **model}), data or make_data(), TRAINER, SEED)
+    return loop
+
+
+def lora_of(loop: FederationLoop) -> dict[str, Tensor]:
+    return loop.method.state_dict()["lora"]
+
+
+def largest_gap(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+# ---- structure and communication
+
+
+def test_client_holds_vision_lora_and_no_text() -> None:
+    loop = make_loop(FedDTL(rounds=2))
+    policy = loop.participant.tasks["policy"]
+    assert not [name for name, _ in policy.named_parameters() if "text" in name]
+    blocks = {int(name.split("resblocks.")[1].split(".")[0]) for name in policy.trainable()}
+    depth = len(loop.model.visual.blocks)
+    assert blocks == {depth - 2, depth - 1}
+    width = loop.model.visual.blocks[0].attn.q.in_features
+    # 2 blocks, q k v, r (d_in + d_out)
+    assert sum(p.numel() for p in policy.trainable().values()) == 2 * 3 * 2 * (width + width)
+    text = loop.participant.tasks["text"]
+    assert all("lora_" in name and "text" in name for name in text.trainable())
+
+
+def test_message_holds_lora_unit_embeddings_and_labels_and_is_counted() -> None:
+    loop = make_loop(FedDTL(rounds=1, sft_share=1.0))
+    engine, method = loop.engine, loop.method
+    message = method.broadcast(1)
+    assert set(message.tensors) == {"lora", "text"}
+    assert message.tensors["text"]["embeddings"].shape == (5, loop.model.visual.embed_dim)  # base classes only
+    sizes = []
+    for key in loop.info.clients:
+        client = engine.client(key, 1)
+        reply = loop.participant.run(loop.program.update(client, message), 1, key)
+        assert set(reply.message.tensors) == {"lora", "embeddings"}
+        rows = reply.message.tensors["embeddings"]
+        assert set(rows) == {"embedding", "label"}
+        count = client.num_examples
+        assert rows["embedding"].shape == (count, loop.model.visual.embed_dim)  # no patch axis
+        assert torch.allclose(rows["embedding"].norm(dim=1), torch.ones(count), atol=1e-5)
+        assert rows["label"].tolist() == client.train.labels.tolist()
+        payload = 4 * sum(v.numel() for v in reply.message.tensors["lora"].values()) + 4 * rows["embedding"].numel()
+        assert 0 < reply.message.nbytes - payload - 8 * count < 4096  # the rest is the header
+        sizes.append(reply.message.nbytes)
+    history = loop.fit()
+    assert history[-1]["comm/bytes_up"] == sum(sizes)
+    assert history[-1]["comm/bytes_down"] == 5 * message.nbytes
+
+
+def test_zero_shot_is_row_zero() -> None:
+    loop = make_loop(FedDTL(rounds=1))
+    frozen = build_clip("tiny-clip-32", None, lora=None, seed=SEED)
+    tokens = frozen.text.tokenize([f"a photo of a {name}" for name in loop.info.class_names])
+    row = loop.evaluate()
+    for name, classes in {"base": range(5), "novel": range(5, 10)}.items():
+        examples = loop.data.test_sets()[name]
+        with torch.no_grad():
+            logits = frozen(examples.fetch(torch.arange(len(examples))), tokens)[:, list(classes)]
+        accuracy = (logits.argmax(1) + classes[0] == examples.labels).float().mean()
+        assert row[f"{name}/acc"] == pytest.approx(float(accuracy), abs=1e-6)
+    assert row["base_novel/hm"] == pytest.approx(
+        2 * row["base/acc"] * row["novel/acc"] / (row["base/acc"] + row["novel/acc"])
+    )
+
+
+def test_novel_images_reach_neither_clients_nor_server() -> None:
+    data = make_data()
+    loop = make_loop(FedDTL(rounds=1, sft_share=1.0), data)
+    seen: list[Tensor] = []
+    original = loop.method._train_text  # type: ignore[attr-defined]
+    loop.method._train_text = lambda total, server: (  # type: ignore[attr-defined]
+        seen.append(total.groups["embeddings"]["label"]),
+        original(total, server),
+    )[1]
+    loop.fit()
+    assert max(int(labels.max()) for labels in seen) < 5
+    for key in loop.info.clients:
+        assert int(data.train(key).labels.max()) < 5
+    assert len(data.val_sets()["global"]) == 0 or int(data.val_sets()["global"].labels.max()) < 5
+
+
+def test_server_changes_text_only_and_clients_vision_only() -> None:
+    loop = make_loop(FedDTL(rounds=2))
+    text_before = {k: v.clone() for k, v in loop.model.text.state_dict().items() if "lora_" not in k}
+    frozen_before = {k: v.clone() for k, v in loop.model.visual.state_dict().items() if "lora_" not in k}
+    before, text_lora = lora_of(loop), loop.method.state_dict()["text_lora"]
+    loop.fit()
+    after = loop.method.state_dict()
+    assert largest_gap(before, after["lora"]) > 0
+    assert largest_gap(text_lora, after["text_lora"]) > 0
+    for k, v in text_before.items():
+        assert torch.equal(loop.model.text.state_dict()[k], v)
+    for k, v in frozen_before.items():
+        assert torch.equal(loop.model.visual.state_dict()[k], v)
+
+
+# ---- aggregation
+
+
+def test_two_clients_by_hand() -> None:
+    """N = 1 and 3, rank 1: the weighted mean of the factors, and the rank-1 mean of the products when A is shared."""
+    name_a, name_b = "q.lora_A.w", "q.lora_B.w"
+    start = {name_a: torch.tensor([[1.0, 2.0]]).double(), name_b: torch.tensor([[0.0], [0.0]]).double()}
+    replies = [
+        ({name_a: torch.zeros(1, 2).double(), name_b: torch.tensor([[4.0], [0.0]]).double()}, 1.0),
+        ({name_a: torch.zeros(1, 2).double(), name_b: torch.tensor([[0.0], [8.0]]).double()}, 3.0),
+    ]
+    for reducer in (Mean(), ProductMean(start)):
+        total = None
+        for number, (update, weight) in enumerate(replies):
+            total = reducer.add(total, update, weight, str(number))
+        out = reducer.finish(total)
+        product = (start[name_b] + out[name_b]) @ (start[name_a] + out[name_a])
+        # B = 1/4 (4, 0) + 3/4 (0, 8) = (1, 6); B A = [[1, 2], [6, 12]]
+        expected = torch.tensor([[1.0, 2.0], [6.0, 12.0]]).double()
+        assert torch.allclose(product, expected, atol=1e-12)
+    assert product.dtype == torch.float64
+
+
+def test_product_mean_differs_from_factor_mean_when_a_differs_and_matches_a_plain_reference() -> None:
+    draw = torch.Generator().manual_seed(0)
+    start = {"q.lora_A.w": torch.randn(2, 5, generator=draw), "q.lora_B.w": torch.randn(4, 2, generator=draw)}
+    updates = [{k: torch.randn(v.shape, generator=draw) for k, v in start.items()} for _ in range(2)]
+    reducer, total = ProductMean(start), None
+    for number, update in enumerate(updates):
+        total = reducer.add(total, update, 1.0, str(number))
+    out = reducer.finish(total)
+    got = (start["q.lora_B.w"] + out["q.lora_B.w"]) @ (start["q.lora_A.w"] + out["q.lora_A.w"])
+    products = [(start["q.lora_B.w"] + u["q.lora_B.w"]) @ (start["q.lora_A.w"] + u["q.lora_A.w"]) for u in updates]
+    mean = sum(products) / 2
+    u, s, v = torch.linalg.svd(mean)
+    best = sum(s[i] * torch.outer(u[:, i], v[i]) for i in range(2))  # Eckart-Young: the nearest of rank 2
+    assert torch.allclose(got, best, atol=1e-5)
+    factors = {k: start[k] + (updates[0][k] + updates[1][k]) / 2 for k in start}
+    assert not torch.allclose(got, factors["q.lora_B.w"] @ factors["q.lora_A.w"], atol=1e-2)
+
+
+def test_product_aggregation_trains_from_zero_products() -> None:
+    loop = make_loop(FedDTL(rounds=2, sft_share=1.0, aggregate="product"))
+    loop.fit()
+    assert max(float(v.abs().max()) for k, v in lora_of(loop).items() if "lora_B" in k) > 0
+
+
+# ---- stages
+
+
+def test_stage_flips_once_after_round_m() -> None:
+    method = FedDTL(rounds=5, sft_share=0.5)
+    loop = make_loop(method)
+    assert method.sft_rounds == 3
+    assert [method.stage(r) for r in range(1, 6)] == [0, 0, 0, 1, 1]
+    for round, groups in {3: {"lora", "text"}, 4: {"lora", "text", "anchor"}}.items():
+        assert set(method.broadcast(round).tensors) == groups
+    method.limit_rounds(2)
+    method.setup(loop.model, loop.info, SEED)
+    assert [method.stage(r) for r in (1, 2)] == [0, 1]  # a dry run reaches both
+
+
+def test_all_supervised_is_decoupled_only_bit_for_bit() -> None:
+    a, b = make_loop(FedDTL(rounds=2, sft_share=1.0)), make_loop(FedDTL(rounds=2, sft_share=1.0, grpo=GRPO(sigma=9)))
+    c = make_loop(FedDTL(rounds=2, sft_share=0.0))
+    for loop in (a, b, c):
+        loop.fit()
+    assert largest_gap(lora_of(a), lora_of(b)) == 0
+    assert largest_gap(lora_of(a), lora_of(c)) > 0
+    assert all("client/mixed_groups" not in row for row in a.history)
+    assert all("client/mixed_groups" in row for row in c.history[1:])
+
+
+def test_without_noise_and_at_the_reference_nothing_moves() -> None:
+    """sigma = 0: no advantage; M = 0 and round 1: the reference is the policy. Adam sees zeros."""
+    loop = make_loop(FedDTL(rounds=1, sft_share=0.0, grpo=GRPO(sigma=0.0)))
+    before = {k: v.clone() for k, v in lora_of(loop).items()}
+    loop.fit()
+    assert largest_gap(before, lora_of(loop)) < 1e-6
+    assert loop.history[1]["client/mixed_groups"] == 0
+    noisy = make_loop(FedDTL(rounds=1, sft_share=0.0, grpo=GRPO(sigma=0.1)))
+    noisy.fit()
+    assert largest_gap(before, lora_of(noisy)) > 1e-4
+
+
+def test_first_reinforcement_step_starts_at_the_reference() -> None:
+    """With the global anchor, dW_sft = dW_g in round M + 1: KL is 0 in the first step, and no longer in later ones."""
+    method = FedDTL(rounds=2, sft_share=0.5, rl_epochs=1)
+    loop = make_loop(method)
+    loop.method.rounds = 1
+    loop.fit()
+    message = method.broadcast(2)
+    assert message.scalars["stage"] == 1
+    seen: list[float] = []
+    policy = loop.participant.tasks["policy"]
+    original = policy._count
+    policy._count = lambda statistics: (seen.append(float(statistics["kl"])), original(statistics))[1]  # type: ignore[method-assign]
+    loop.participant.run(loop.program.update(loop.engine.client("0", 2), message), 2, "0")
+    assert seen[0] == pytest.approx(0.0, abs=1e-7)
+    assert max(seen[1:]) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "within_round", "sft_epochs": 1, "rl_epochs": 1},
+        {"second_stage": "sft_kl"},
+        {"mix": "probabilities", "old_policy": "step"},
+        {"mix": "kl", "old_policy": "round"},
+        {"sft_anchor": "client", "anchor_text": "switch"},
+        {"upload_limit": 3, "embedding_noise": 0.1},
+        {"decoupled": False},
+        {"grpo": GRPO(noise_space="raw", action="sample", advantage_std="sample", kl="exact")},
+    ],
+)
+def test_every_option_runs_both_stages(options: dict[str, Any]) -> None:
+    loop = make_loop(FedDTL(rounds=2, **options), make_data(shots=4))
+    before = {k: v.clone() for k, v in lora_of(loop).items()}
+    history = loop.fit()
+    assert largest_gap(before, lora_of(loop)) > 0
+    assert all(torch.isfinite(v).all() for v in lora_of(loop).values())
+    reinforced = history[1:] if options.get("schedule") else history[2:]
+    assert all("client/kl" in row for row in reinforced)
+    if "upload_limit" in options:
+        assert history[1]["server/embeddings"] == 15
+    if options.get("sft_anchor") == "client":
+        assert set(loop.memory.get("0")) == {"anchor"}
+        assert set(loop.method.broadcast(2).tensors) == {"lora", "text", "anchor_text"}
+
+
+def test_within_a_round_the_switch_is_by_epoch() -> None:
+    loop = make_loop(FedDTL(rounds=1, schedule="within_round", sft_epochs=2, rl_epochs=1), make_data(shots=4))
+    policy = loop.participant.tasks["policy"]
+    objectives: list[str] = []
+    original = policy.loss
+    policy.loss = lambda batch: (objectives.append(policy.objective), original(batch))[1]  # type: ignore[method-assign]
+    loop.participant.run(loop.program.update(loop.engine.client("0", 1), loop.method.broadcast(1)), 1, "0")
+    steps = len(objectives) // 3
+    assert objectives == ["sft"] * 2 * steps + ["grpo"] * steps
+    assert policy.objective == "sft"  # nothing is left behind for the next client
+
+
+def test_undecoupled_supervised_is_fedavg_of_both_loras() -> None:
+    both = make_loop(FedDTL(rounds=2, sft_share=1.0, sft_epochs=1, decoupled=False))
+    fedlora = make_loop(FedAvg(rounds=2))
+    both.fit()
+    fedlora.fit()
+    assert largest_gap(lora_of(both), fedlora.method.state_dict()["parameters"]) < 1e-6
+    assert any("text." in name for name in lora_of(both))
+
+
+# ---- an independent reference, written plainly
+
+
+def _plain_policy(clip: Any, factors: dict[str, Tensor], images: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    raw = torch.func.functional_call(clip.visual, factors, (images,))
+    unit = raw / raw.norm(dim=1, keepdim=True)
+    return raw, (20.0 * unit @ text.T).log_softmax(1)
+
+
+def _shuffled(client: Client, epochs: int, size: int) -> list[Tensor]:
+    draw = torch_generator(SEED, client.round, client.key, "fit", "shuffle")
+    return [b for _ in range(epochs) for b in torch.randperm(client.num_examples, generator=draw).split(size)]
+
+
+@pytest.mark.parametrize("reinforced", [False, True])
+def test_a_round_against_a_plain_reference(reinforced: bool) -> None:
+    """One round of two epochs: client fits, upload, weighted mean and server training, in plain loops."""
+    epochs = 2
+    method = FedDTL(rounds=1, sft_share=0.0 if reinforced else 1.0, sft_epochs=epochs, rl_epochs=epochs)
+    data = make_data(shots=6)
+    loop = make_loop(method, data)
+    clip = build_clip("tiny-clip-32", None, lora=LoRA(rank=2, last_blocks=2), seed=SEED)
+    tokens = clip.text.tokenize([f"a photo of a {name}" for name in loop.info.class_names])
+    with torch.no_grad():
+        text = F.normalize(clip.text(tokens), dim=1)[:5]
+    start = {k: v.detach().clone() for k, v in clip.visual.named_parameters() if v.requires_grad}
+    sums: dict[str, Tensor] = {k: torch.zeros_like(v) for k, v in start.items()}
+    embeddings, labels, total = [], [], 0
+    for key in loop.info.clients:
+        client = loop.engine.client(key, 1)
+        images = client.train.fetch(torch.arange(client.num_examples))
+        factors = {k: v.clone().requires_grad_() for k, v in start.items()}
+        optimizer = torch.optim.Adam(factors.values(), lr=1e-3)
+        noise = torch_generator(derive_seed(SEED, 1, key, "grpo"), "noise")
+        batches = _shuffled(client, epochs, 4)
+        old: dict[str, Tensor] = {}
+        for number, batch in enumerate(batches):
+            if number % (len(batches) // epochs) == 0:
+                old = {k: v.detach().clone() for k, v in factors.items()}
+            raw, logp = _plain_policy(clip, factors, images[batch], text)
+            y = client.train.labels[batch]
+            if not reinforced:
+                loss = -logp[torch.arange(len(y)), y].mean()
+            else:
+                with torch.no_grad():
+                    _, old_logp = _plain_policy(clip, old, images[batch], text)
+                    _, ref_logp = _plain_policy(clip, start, images[batch], text)
+                    eps = torch.randn(len(y), 3, raw.shape[1], generator=noise)
+                    noisy = (raw / raw.norm(dim=1, keepdim=True))[:, None] + 0.1 * eps
+                    actions = (noisy @ text.T).argmax(-1)
+                loss = torch.zeros(())
+                for i in range(len(y)):
+                    r = [float(actions[i, j] == y[i]) for j in range(3)]
+                    mean = sum(r) / 3
+                    std = (sum((x - mean) ** 2 for x in r) / 3) ** 0.5
+                    for j in range(3):
+                        a = actions[i, j]
+                        advantage = 0.0 if std == 0 else (r[j] - mean) / (std + 1e-6)
+                        ratio = (logp[i, a] - old_logp[i, a]).exp()
+                        surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                        q = ref_logp[i, a] - logp[i, a]
+                        loss = loss - (surrogate - 0.5 * (q.exp() - q - 1)) / (3 * len(y))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            raw, _ = _plain_policy(clip, factors, images, text)
+            embeddings.append(raw / raw.norm(dim=1, keepdim=True))
+        labels.append(client.train.labels)
+        total += client.num_examples
+        for k, v in factors.items():
+            sums[k] += client.num_examples * v.detach()
+    loop.fit()
+    expected = {f"visual.{k}": v / total for k, v in sums.items()}
+    assert largest_gap(lora_of(loop), expected) < 2e-5
+
+    # The server: cross-entropy of all embeddings against the text tower's class embeddings, one epoch, batches of 64.
+    x, y = torch.cat(embeddings), torch.cat(labels)
+    text_factors = {k: v.detach().clone().requires_grad_() for k, v in clip.text.named_parameters() if v.requires_grad}
+    optimizer = torch.optim.Adam(text_factors.values(), lr=1e-3)
+    draw = torch_generator(SEED, 1, "server", "text", "shuffle")
+    for batch in torch.randperm(len(x), generator=draw).split(64):
+        classes = F.normalize(torch.func.functional_call(clip.text, text_factors, (tokens[:5],)), dim=1)
+        loss = F.cross_entropy(20.0 * x[batch] @ classes.T, y[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    got = loop.method.state_dict()["text_lora"]
+    assert largest_gap(got, {f"text.{k}": v.detach() for k, v in text_factors.items()}) < 2e-5
+
+
+# ---- the frozen prefix
+
+
+def test_cached_prefix_changes_nothing_but_time() -> None:
+    cached, plain = make_loop(FedDTL(rounds=2)), make_loop(FedDTL(rounds=2), cache_gib=0.0)
+    for loop in (cached, plain):
+        loop.fit()
+    assert cached.participant.tasks["policy"].cache is not None
+    assert plain.participant.tasks["policy"].cache is None
+    assert largest_gap(lora_of(cached), lora_of(plain)) < 1e-4
+    assert cached.history[-1]["base/loss"] == pytest.approx(plain.history[-1]["base/loss"], abs=1e-4)
+
+
+# ---- state
+
+
+def test_state_survives_a_round_trip() -> None:
+    loop = make_loop(FedDTL(rounds=2))
+    loop.fit()
+    state = copy.deepcopy(loop.method.state_dict())
+    other = make_loop(FedDTL(rounds=2))
+    other.method.load_state_dict(state)
+    a, b = loop.evaluate(), other.evaluate()
+    assert a == b
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sft_share": 1.5}, "sft_share is 1.5"),
+        ({"server_epochs": 0}, "server_epochs is 0"),
+        ({"embedding_noise": -1.0}, "embedding_noise is -1.0"),
+        ({"upload_limit": 0}, "upload_limit is 0"),
+    ],
+)
+def test_wrong_values_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FedDTL(**options)
