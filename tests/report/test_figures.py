@@ -95,7 +95,8 @@ def test_png_is_written_and_repeats(tmp_path: Path) -> None:
 
 def test_figures_need_no_pyplot() -> None:
     code = (
-        "import sys; from fl_lightning.report.figures import bars_figure; assert 'matplotlib' not in sys.modules;"
-        "bars_figure({'a': {0: 1.0}}, 'acc'); assert 'matplotlib.pyplot' not in sys.modules"
+        "import sys; from fl_lightning.report import figures as f; assert 'matplotlib' not in sys.modules;"
+        "import numpy as np; f.confusion_figure(np.eye(2), 'ab'); f.curves_figure({'a': {0: [(0, 1.0)]}}, 'acc');"
+        "f.bars_figure({'a': {0: 1.0}}, 'acc'); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
