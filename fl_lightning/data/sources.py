@@ -580,6 +580,7 @@ class DomainFolder(_Files):
         domains: Names of the domain folders, in the order that numbers them; None for all, in the order of their names.
         classes: Where domains differ in their classes: ``same`` refuses and names them, ``union`` and ``intersection``
             take all or the common ones.
+        class_names: Only these class folders, numbered in this order; None for all. Every domain must have them.
         test_fraction: Share drawn for testing, in (0, 1).
         cache: Keep decoded images in memory.
         on_unreadable: ``refuse`` broken files, or ``skip`` them with a warning that names them.
@@ -590,6 +591,7 @@ class DomainFolder(_Files):
         root: str,
         domains: list[str] | None = None,
         classes: Literal["same", "union", "intersection"] = "same",
+        class_names: list[str] | None = None,
         test_fraction: float = 0.2,
         cache: bool = False,
         on_unreadable: OnUnreadable = "refuse",
@@ -597,7 +599,7 @@ class DomainFolder(_Files):
         super().__init__(test_fraction, cache, on_unreadable)
         if classes not in ("same", "union", "intersection"):
             raise ValueError(f"classes must be 'same', 'union' or 'intersection', got {classes!r}")
-        self.root, self.domains, self.classes = root, domains, classes
+        self.root, self.domains, self.classes, self.class_names = root, domains, classes, class_names
 
     def load(self, *, image_size: int | None, channels: int | None, seed: int) -> Splits:
         root = _existing(self.root, "root/domain/class/...")
@@ -607,11 +609,16 @@ class DomainFolder(_Files):
                 f"{root}: no folder for the domains {missing}; it has {[folder.name for folder in _folders(root)]}"
             )
         held = {name: {folder.name for folder in _folders(root / name)} for name in names}
+        if self.class_names is not None:
+            wanted = set(self.class_names)
+            if lacks := {name: sorted(wanted - classes) for name, classes in held.items() if wanted - classes}:
+                raise ValueError(f"{root}: class_names names classes that domains lack: {lacks}")
+            held = dict.fromkeys(held, wanted)
         union, common = set[str]().union(*held.values()), set.intersection(*held.values())
         if self.classes == "same" and union != common:
             lacking = {name: sorted(union - classes) for name, classes in held.items() if union - classes}
             raise ValueError(f"{root}: domains lack classes: {lacking}; set classes to union or intersection")
-        kept = sorted(common if self.classes == "intersection" else union)
+        kept = self.class_names or sorted(common if self.classes == "intersection" else union)
         if not kept:
             raise ValueError(f"{root}: the domains {list(names)} have no class in common")
         rows = []

@@ -289,6 +289,15 @@ def test_domain_folder_refuses_differing_classes_unless_told(tmp_path):
     assert common.train.labels.unique().tolist() == [0]
 
 
+def test_domain_folder_takes_named_classes_in_their_order(tmp_path):
+    domains(tmp_path, art=["cat", "dog", "emu"], photo=["cat", "dog", "fox"])
+    splits = load(DomainFolder(str(tmp_path), class_names=["dog", "cat"]))
+    assert splits.class_names == ("dog", "cat")
+    assert len(splits.train) + len(splits.test) == 20
+    with pytest.raises(ValueError, match=r"class_names names classes that domains lack: {'art': \['fox'\]}"):
+        load(DomainFolder(str(tmp_path), class_names=["dog", "fox"]))
+
+
 def write_manifest(path, rows):
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
