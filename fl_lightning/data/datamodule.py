@@ -120,11 +120,10 @@ class FederatedDataModule(lightning.LightningDataModule):
             self.min_client_size,
             self.allow_empty,
         ).through(pool)
-        test_pool = np.flatnonzero(np.isin(splits.test.labels.numpy(), base))
         self._splits, self._partition = splits, division
         self._train = _views(splits.train, division)
         self._val = _views(val, self._mirrored(val, val_pool, seed, "val"))
-        self._test = _views(splits.test, self._mirrored(splits.test, test_pool, seed, "test"))
+        self._test = _views(splits.test, self._mirrored(splits.test, np.arange(len(splits.test)), seed, "test"))
         self._unseen = self._draw_unseen(seed)
         clients = tuple(key for key, part in self._train.items() if len(part) and key not in self._unseen)
         if not clients:
@@ -233,7 +232,7 @@ class FederatedDataModule(lightning.LightningDataModule):
             val_pool, pool = take(pool, self.val_fraction, "val")
         else:
             val = splits.val
-            val_pool = np.flatnonzero(np.isin(val.labels.numpy(), base))
+            val_pool = np.arange(len(val))  # its novel classes fall out when it is mirrored: no client holds them
         if self.shots is not None:
             pool = _shots(pool, labels, self.shots, numpy_generator(seed, "data", "shots"))
             val_pool = _shots(val_pool, val.labels.numpy(), self.shots, numpy_generator(seed, "data", "val_shots"))

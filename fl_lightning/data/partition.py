@@ -142,8 +142,8 @@ class Dirichlet(Partitioner):
 class BalancedDirichlet(Partitioner):
     """Every client draws a class distribution from a symmetric Dirichlet and fills an equal share (up to one) from it.
 
-    The clients draw one example at a time in a random order, without replacement; a class that has run out is left out
-    of the distributions. So the last draws are less skewed than asked for, but no client bears that alone.
+    The clients take turns to draw one example, without replacement; a class that has run out is left out of the
+    distributions. So the last draws are less skewed than asked for, but no client bears that alone.
 
     Args:
         alpha: Concentration, above 0, of every client's distribution over the classes present.
@@ -161,11 +161,10 @@ class BalancedDirichlet(Partitioner):
         logits = np.stack([_log_dirichlet(self.alpha, len(stacks), rng) for _ in range(num_clients)])
         cumulative = _cumulative(logits)
         parts: list[list[int]] = [[] for _ in range(num_clients)]
-        turns = rng.permutation(np.arange(len(labels)) % num_clients)
-        for client, draw in zip(turns.tolist(), rng.random(len(labels)), strict=True):
-            row = cumulative[client]
+        for turn, draw in enumerate(rng.random(len(labels))):
+            row = cumulative[turn % num_clients]
             stack = int(np.searchsorted(row, draw * row[-1], side="right"))
-            parts[client].append(stacks[stack].pop())
+            parts[turn % num_clients].append(stacks[stack].pop())
             if not stacks[stack]:
                 logits[:, stack] = -np.inf
                 cumulative = _cumulative(logits)

@@ -110,6 +110,15 @@ def test_repair_reaches_the_least_size_and_counts_its_moves(partitioner, min_siz
     assert division.moved == np.maximum(min_size - raw.sizes, 0).sum()
 
 
+def test_repair_may_move_any_example():
+    class ToTheFirst(IID):
+        def divide(self, labels, domains, num_clients, rng):
+            return [np.arange(len(labels)), *[np.zeros(0, dtype=int)] * (num_clients - 1)]
+
+    moved = {tuple(partition(ToTheFirst(), np.zeros(10), None, 2, seed).indices["1"]) for seed in range(60)}
+    assert moved == {(number,) for number in range(10)}
+
+
 def test_empty_clients_may_stay():
     labels, _ = labelled([50, 50])
     division = partition(Dirichlet(1e-3), labels, None, 10, seed=0, min_size=5, allow_empty=True)
@@ -259,6 +268,11 @@ def test_apportion_by_hand():
     assert apportion(4, np.array([5.0, 3.0, 2.0]), np.random.default_rng(0)).tolist() == [2, 1, 1]
     firsts = {tuple(apportion(1, np.ones(3), np.random.default_rng(seed))) for seed in range(30)}
     assert len(firsts) == 3  # ties go to anybody
+    # 21 in proportion 5 to 9 is 7.5 and 13.5: a tie, though not in floating point
+    assert {tuple(apportion(21, np.array([5, 9]), np.random.default_rng(seed))) for seed in range(30)} == {
+        (7, 14),
+        (8, 13),
+    }
 
 
 def test_stratified_take_keeps_proportions():
@@ -270,6 +284,8 @@ def test_stratified_take_keeps_proportions():
         for domain in range(2):
             stratum = (labels == label) & (domains == domain)
             assert abs(stratum[taken].sum() - 0.2 * stratum.sum()) < 1
+    draws = {tuple(stratified_take(labels, domains, 0.2, np.random.default_rng(seed))[0]) for seed in range(20)}
+    assert len({index for draw in draws for index in draw}) > 120  # any example may be drawn
     with pytest.raises(ValueError, match=r"in \[0, 1\], got 1.5"):
         stratified_take(labels, domains, 1.5, np.random.default_rng(0))
 
