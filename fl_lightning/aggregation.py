@@ -48,23 +48,27 @@ class Sum(Reducer):
         factor = float(weight) if self.weighted else 1.0
         if total is None:
             dtypes = {name: value.dtype for name, value in tensors.items()}
-            return {name: _wide(value) * factor for name, value in tensors.items()}, factor, dtypes
-        sums, weights, dtypes = total
-        _check_names(sums, tensors, sender)
-        for name, value in tensors.items():
-            sums[name].add_(_wide(value), alpha=factor)
-        return sums, weights + factor, dtypes
+            # Zero times a client's NaN would be NaN; who weighs nothing must not matter.
+            sums = {n: _wide(v) * factor if factor else torch.zeros_like(_wide(v)) for n, v in tensors.items()}
+            return sums, factor, dtypes, sender
+        sums, weights, dtypes, first = total
+        _check_alike(sums, tensors, sender)
+        if factor:
+            for name, value in tensors.items():
+                sums[name].add_(_wide(value), alpha=factor)
+        return sums, weights + factor, dtypes, first
 
     def merge(self, total: Any, block: Any) -> Any:
         if total is None:
             return block
-        sums, weights, dtypes = total
+        sums, weights, dtypes, first = total
+        _check_alike(sums, block[0], block[3])  # all clients of a block sent what its first one did
         for name, value in block[0].items():
             sums[name].add_(value)
-        return sums, weights + block[1], dtypes
+        return sums, weights + block[1], dtypes, first
 
     def finish(self, total: Any) -> dict[str, Tensor]:
-        sums, _, dtypes = total
+        sums, _, dtypes, _ = total
         return {name: _narrow(value, dtypes[name]) for name, value in sums.items()}
 
 
@@ -74,7 +78,7 @@ class Mean(Sum):
     weighted = True
 
     def finish(self, total: Any) -> dict[str, Tensor]:
-        sums, weights, dtypes = total
+        sums, weights, dtypes, _ = total
         if weights <= 0:
             raise ValueError(f"the weights of a mean sum to {weights}; at least one client must hold an example")
         return {name: _narrow(value / weights, dtypes[name]) for name, value in sums.items()}
@@ -84,17 +88,20 @@ class Concatenate(Reducer):
     """Rows of all clients one below the other, in the order of the clients."""
 
     def add(self, total: Any, tensors: Mapping[str, Tensor], weight: float, sender: str) -> Any:
-        total = {name: [] for name in tensors} if total is None else total
-        _check_names(total, tensors, sender)
+        rows, first = ({name: [] for name in tensors}, sender) if total is None else total
+        _check_names(rows, tensors, sender)
         for name, value in tensors.items():
-            total[name].append(value)
-        return total
+            rows[name].append(value)
+        return rows, first
 
     def merge(self, total: Any, block: Any) -> Any:
-        return block if total is None else {name: rows + block[name] for name, rows in total.items()}
+        if total is None:
+            return block
+        _check_names(total[0], *block)
+        return {name: rows + block[0][name] for name, rows in total[0].items()}, total[1]
 
     def finish(self, total: Any) -> dict[str, Tensor]:
-        return {name: torch.cat(rows) for name, rows in total.items()}
+        return {name: torch.cat(rows) for name, rows in total[0].items()}
 
 
 class Keep(Reducer):
@@ -120,3 +127,12 @@ def _check_names(known: Mapping[str, Any], tensors: Mapping[str, Tensor], sender
         raise ValueError(
             f"client {sender} sent other tensors than the clients before it: missing {missing}, extra {extra}"
         )
+
+
+def _check_alike(known: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sender: str) -> None:
+    _check_names(known, tensors, sender)
+    for name, value in tensors.items():
+        if value.shape != known[name].shape:  # torch would broadcast
+            raise ValueError(
+                f"client {sender} sent {name!r} as {tuple(value.shape)}; the clients before it as {tuple(known[name].shape)}"
+            )

@@ -19,6 +19,7 @@ Tensors = Mapping[str, Tensor]
 Groups = Mapping[str, Tensors]
 
 _SEPARATOR = ":"  # between group and tensor name on the wire; parameter names hold dots, never colons
+_LIST = ","  # between the names of the groups in the metadata
 _HEADER = "message"  # round, number of examples and the scalars travel as tensors, so that size follows from the schema
 
 
@@ -62,8 +63,11 @@ class Message:
     def __post_init__(self) -> None:
         frozen = {}
         for group, tensors in self.tensors.items():
-            if _SEPARATOR in group or group == _HEADER:
-                raise ValueError(f"a message group is called {group!r}; {_SEPARATOR!r} and {_HEADER!r} are taken")
+            if not group or _SEPARATOR in group or _LIST in group or group == _HEADER:
+                raise ValueError(
+                    f"a message group is called {group!r}; allowed: any text without {_SEPARATOR!r} and {_LIST!r} but "
+                    f"{_HEADER!r} and the empty one"
+                )
             frozen[group] = MappingProxyType({name: _detached(value) for name, value in tensors.items()})
         object.__setattr__(self, "tensors", MappingProxyType(frozen))
         object.__setattr__(self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()}))
@@ -79,7 +83,7 @@ class Message:
             flat[f"{_HEADER}{_SEPARATOR}scalar.{name}"] = torch.tensor(value, dtype=torch.float64)
         for group, tensors in self.tensors.items():
             flat |= {f"{group}{_SEPARATOR}{name}": tensor.contiguous() for name, tensor in tensors.items()}
-        return save_safetensors(flat, {"sender": self.sender, "groups": ",".join(self.tensors)})
+        return save_safetensors(flat, {"sender": self.sender, "groups": _LIST.join(self.tensors)})
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Message:
@@ -91,7 +95,7 @@ class Message:
         try:
             flat, metadata = load_safetensors(blob), _metadata(blob)
             counts = flat.pop(f"{_HEADER}{_SEPARATOR}counts").tolist()
-            groups: dict[str, dict[str, Tensor]] = {g: {} for g in metadata["groups"].split(",") if g}
+            groups: dict[str, dict[str, Tensor]] = {g: {} for g in metadata["groups"].split(_LIST) if g}
             scalars = {}
             for key, value in flat.items():
                 group, name = key.split(_SEPARATOR, 1)
@@ -110,7 +114,9 @@ class Message:
             (group, tuple((name, value.dtype, tuple(value.shape)) for name, value in tensors.items()))
             for group, tensors in self.tensors.items()
         )
-        return _serialised_size(schema, tuple(self.scalars), len(self.sender.encode()))
+        # The sender stands in a JSON header, where quotes and control characters take more than one byte.
+        sender_length = len(json.dumps(self.sender, ensure_ascii=False).encode()) - len('""')
+        return _serialised_size(schema, tuple(self.scalars), sender_length)
 
 
 def _detached(value: Tensor) -> Tensor:

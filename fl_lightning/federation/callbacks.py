@@ -21,8 +21,11 @@ class FederationCallback:
     def on_stage(self, loop: FederationLoop, stage: str, done: int, total: int) -> None:
         """A phase of the round goes on: ``done`` of ``total`` parts are finished."""
 
-    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
-        """A round (0: before the first) is evaluated. True asks the loop to stop after it."""
+    def on_round_end(self, loop: FederationLoop, row: Row) -> None:
+        """A round (0: before the first) is over and stands in ``loop.history``; its scores, where it was evaluated."""
+
+    def should_stop(self, loop: FederationLoop) -> bool:
+        """Asked before each round, and before the first of a resumed run: decide from ``loop.history`` alone."""
         return False
 
     def on_end(self, loop: FederationLoop) -> None:
@@ -49,16 +52,13 @@ class EarlyStop(FederationCallback):
             raise ValueError(
                 f"patience {patience} must be >= 1, min_delta {min_delta} >= 0, mode {mode!r} 'max' or 'min'"
             )
-        self.monitor, self.patience, self.sign, self.min_delta = (
-            monitor,
-            patience,
-            1 if mode == "max" else -1,
-            min_delta,
-        )
+        self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
+        self.sign = 1 if mode == "max" else -1
 
-    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
-        if self.monitor not in row:
-            raise ValueError(f"EarlyStop monitors {self.monitor!r}; this run records: {', '.join(sorted(row))}")
+    def should_stop(self, loop: FederationLoop) -> bool:
+        first = loop.history[0]  # before any training: a wrong name must not wait for the first evaluated round
+        if self.monitor not in first:
+            raise ValueError(f"EarlyStop.monitor is {self.monitor!r}; a run's scores are: {', '.join(sorted(first))}")
         best, since = float("-inf"), 0
         for past in loop.history:
             if self.monitor in past:

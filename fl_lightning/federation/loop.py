@@ -40,7 +40,7 @@ class FederationLoop:
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
         keep_last: Round checkpoints to keep, at least 1.
-        monitor: A column of the record whose best round goes into ``summary.json`` beside the last round.
+        monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
         eval_batch_size: Examples per forward pass when evaluating, at least 1.
@@ -163,9 +163,13 @@ class FederationLoop:
         try:
             self._call("on_start")
             self._commit()
-            stop = self._record({}) if checkpoint is None else False
-            while self.round < self.method.rounds and not stop:
-                stop = self._run_round(self.round + 1)
+            if checkpoint is None:
+                self._record({})
+            if self.monitor is not None and self.monitor not in self.history[0]:
+                scores = ", ".join(sorted(self.history[0]))
+                raise ValueError(f"federation.monitor is {self.monitor!r}; this run's scores are: {scores}")
+            while self.round < self.method.rounds and not any([c.should_stop(self) for c in self.callbacks]):
+                self._run_round(self.round + 1)
             self._save()
             self._call("on_end")
         except (KeyboardInterrupt, SystemExit):
@@ -175,7 +179,7 @@ class FederationLoop:
             raise
         return self.history
 
-    def _run_round(self, round: int) -> bool:
+    def _run_round(self, round: int) -> None:
         method, started = self.method, time.perf_counter()
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
@@ -202,12 +206,12 @@ class FederationLoop:
             "comm/bytes_up": float(total.bytes_up),
             "comm/bytes_down": float(total.bytes_down),
         }
-        return self._record(row, timings, started)
+        self._record(row, timings, started)
 
     def _record(
         self, row: Mapping[str, float], timings: dict[str, float] | None = None, started: float | None = None
-    ) -> bool:
-        """Evaluate, put the round's row into the history, commit. True: a callback asks to stop."""
+    ) -> None:
+        """Evaluate, put the round's row into the history, commit."""
         timings = {} if timings is None else timings
         started = time.perf_counter() if started is None else started
         row = {"round": float(self.round), **row}
@@ -224,7 +228,7 @@ class FederationLoop:
         self._commit()
         if self.round % self.checkpoint_every == 0 and self.round > 0:
             self._save()
-        return any([callback.on_round_end(self, row) for callback in self.callbacks])
+        self._call("on_round_end", row)
 
     def evaluate(self, *, validate: bool | None = None, test: bool = True) -> dict[str, float]:
         """Scores of the method's models as they are now."""
@@ -294,12 +298,7 @@ class FederationLoop:
             "git_commit": git_commit(),
         }
         if self.monitor is not None:
-            candidates = [row for row in self.history if self.monitor in row]
-            if not candidates:
-                raise ValueError(
-                    f"federation.monitor is {self.monitor!r}; this run records: {', '.join(sorted(final))}"
-                )
-            best = max(candidates, key=lambda row: row[self.monitor or ""])
+            best = max((row for row in self.history if self.monitor in row), key=lambda row: row[self.monitor or ""])
             summary["best"] = {"round": int(best["round"]), "metrics": {k: v for k, v in best.items() if k in final}}
         return summary
 

@@ -93,6 +93,8 @@ class Participant:
         self.callbacks: list[Callback] = list(template.pop("callbacks", None) or [])
         self.trainer = Trainer(**template, callbacks=[])
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
+        if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
+            raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
         self._dry = bool(template.get("fast_dev_run"))
 
     def run(self, steps: Steps, *owner: object) -> Any:
@@ -134,6 +136,9 @@ class Participant:
         unknown = set(fit.overrides) - set(_OVERRIDES)
         if unknown:
             raise ValueError(f"a fit overrides {sorted(unknown)}; allowed: {', '.join(_OVERRIDES)}")
+        for name, value in fit.overrides.items():
+            if value < (0 if name == "lr" else 1):
+                raise ValueError(f"a fit overrides {name} with {value}; it must be at least {0 if name == 'lr' else 1}")
         if len(fit.data) == 0:
             raise ValueError(f"a fit of task {fit.task!r} was given no examples")
         trainer = self.trainer
@@ -154,8 +159,11 @@ class Participant:
         data = self._inputs(task, fit.data)
         loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size)
         task.train()
-        trainer.fit(task, loader)
-        num_steps = trainer.global_step
+        try:
+            trainer.fit(task, loader)
+            num_steps = trainer.global_step
+        finally:
+            self._release()
         if trainer.world_size > 1:
             task.loss_sum = trainer.strategy.reduce(task.loss_sum, reduce_op="mean")
         return Result(
@@ -165,6 +173,14 @@ class Participant:
             lr_sum=task.lr_sum,
             metrics=task.fit_metrics(),
         )
+
+    def _release(self) -> None:
+        """Let go of the optimizer, its state, the examples and the callbacks, which the Trainer would keep until the next
+        fit."""
+        trainer = self.trainer
+        trainer.strategy._reset_optimizers_and_schedulers()
+        trainer.callbacks = []  # type: ignore[attr-defined]
+        self._rewind({})
 
     @staticmethod
     def _inputs(task: FederatedTask, examples: Examples) -> Examples:

@@ -55,7 +55,7 @@ class ProgressDisplay(FederationCallback):
             fraction = done / max(total, 1) if stage.startswith("client") else 0.0
             self.bar.update(self.task, stage=part, completed=loop.round + 0.9 * fraction)
 
-    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
+    def on_round_end(self, loop: FederationLoop, row: Row) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=loop.round, metrics=brief(row))
         elif loop.is_main:
@@ -63,7 +63,6 @@ class ProgressDisplay(FederationCallback):
             spent = time.perf_counter() - self.started
             rest = f"  left {spent / done * left:.0f} s" if done else ""
             print(f"round {loop.round}/{loop.method.rounds}  {brief(row)}{rest}", flush=True)
-        return False
 
     def on_end(self, loop: FederationLoop) -> None:
         self._close()

@@ -38,7 +38,7 @@ class Recorder(FederationCallback):
         if loop.history:
             self._rewrite(loop.history)  # a resumed run goes on where its checkpoint stands
 
-    def on_round_end(self, loop: FederationLoop, row: Row) -> bool:
+    def on_round_end(self, loop: FederationLoop, row: Row) -> None:
         if loop.is_main:
             if set(row) <= set(self.columns):
                 with open(self.folder / "metrics.csv", "a", newline="") as file:
@@ -49,7 +49,6 @@ class Recorder(FederationCallback):
             for logger in self.loggers:
                 logger.log_metrics(values, step=int(row["round"]))
                 logger.save()
-        return False
 
     def on_end(self, loop: FederationLoop) -> None:
         if not loop.is_main:

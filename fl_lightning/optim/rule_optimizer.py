@@ -108,3 +108,11 @@ class RuleOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict(), "carry": self.carry, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups, self.state = self.base.param_groups, self.base.state  # loading made new ones
+        self.carry, self.num_steps = state_dict["carry"], state_dict["num_steps"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class FederatedTask(LightningModule):
         self.loss_sum = torch.zeros(())
         self.num_losses = 0
         self.lr_sum = 0.0
+        self._repeated = False
 
     def build(self, info: DataInfo, seed: int) -> None:
         """Make the network, once the data are known. Halves that are made from a built task have nothing to do here."""
@@ -101,11 +103,18 @@ class FederatedTask(LightningModule):
     def on_fit_start(self) -> None:
         self.loss_sum, self.num_losses, self.lr_sum = torch.zeros((), device=self.device), 0, 0.0
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._repeated = False
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
+        if self._repeated:  # a rule asks for a gradient elsewhere: the batch has been seen, and counts once
+            with batch_statistics_only(self):
+                return self.loss(batch) * batch.scale
+        loss = self.loss(batch) * batch.scale
         self.loss_sum += loss.detach()
         self.num_losses += 1
-        return loss if batch.scale == 1.0 else loss * batch.scale
+        self._repeated = True
+        return loss
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         self.lr_sum += optimizer.param_groups[0]["lr"]
@@ -138,3 +147,16 @@ class FederatedTask(LightningModule):
     def preprocessing(self) -> dict[str, Any]:
         """What images must look like for this task, for the checkpoint: JSON values."""
         return {}
+
+
+@contextmanager
+def batch_statistics_only(module: nn.Module) -> Iterator[None]:
+    """BatchNorm layers in training mode normalise as ever, but their running statistics stay as they are."""
+    layers = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = not layer.training
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
