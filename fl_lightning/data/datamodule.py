@@ -214,7 +214,7 @@ class FederatedDataModule(lightning.LightningDataModule):
 
     def _base(self, num_classes: int) -> np.ndarray:
         if self.base_classes is None:
-            return np.arange(math.ceil(self.base_fraction * num_classes - 1e-9))  # 0.7 * 10 is 7.000000000000001
+            return np.arange(math.ceil(self.base_fraction * num_classes - 1e-9))  # 0.28 * 25 is 7.000000000000001
         _check("base_classes", self.base_classes, 1 <= self.base_classes <= num_classes, f"in [1, {num_classes}]")
         return np.arange(self.base_classes)
 

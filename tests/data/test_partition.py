@@ -56,7 +56,7 @@ def assert_divides(division, size):
     assert all((np.diff(part) > 0).all() for part in division.indices.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     partitioner=any_partitioner,
     per_class=st.lists(st.integers(1, 30), min_size=1, max_size=8),
