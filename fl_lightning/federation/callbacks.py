@@ -35,6 +35,25 @@ class FederationCallback:
         """The run was interrupted; ``saved`` is the checkpoint to go on from."""
 
 
+class ExportModel(FederationCallback):
+    """Write the model whose accuracy is reported to a safetensors file when the last round is over.
+
+    Args:
+        path: The file; its folder exists.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_end(self, loop: FederationLoop) -> None:
+        request = loop.method.evaluations().get("")
+        if request is None or request.start is None:
+            raise ValueError(f"{type(loop.method).__name__} has no global model to export")
+        if loop.is_main:
+            loop.model.load(request.start)
+            loop.model.export(self.path)
+
+
 class EarlyStop(FederationCallback):
     """Stop when a metric has not improved for some rounds. Its state is the history, so a resumed run stops alike.
 

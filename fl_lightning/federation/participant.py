@@ -26,7 +26,7 @@ SILENT = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # BatchLoader divides a batch among devices itself, exactly
 }
-_OVERRIDES = ("max_epochs", "max_steps", "batch_size", "lr")
+_OVERRIDES = ("max_epochs", "max_steps", "batch_size", "lr", "lr_scale")
 
 
 class BatchLoader:
@@ -124,7 +124,7 @@ class Participant:
             try:
                 return self._fit(task, request, owner) if isinstance(request, Fit) else self._predict(task, request)
             finally:
-                task.given, task.rule, task.learning_rate = {}, None, None
+                task.given, task.rule, task.learning_rate, task.lr_scale = {}, None, None, 1.0
                 task._trainer = None  # else the module keeps the optimizer, its state and the loaders alive
 
     def _task(self, name: str) -> FederatedTask:
@@ -137,7 +137,7 @@ class Participant:
         if unknown:
             raise ValueError(f"a fit overrides {sorted(unknown)}; allowed: {', '.join(_OVERRIDES)}")
         for name, value in fit.overrides.items():
-            if value < (0 if name == "lr" else 1):
+            if value < (0 if name in ("lr", "lr_scale") else 1):
                 raise ValueError(f"a fit overrides {name} with {value}; it must be at least {0 if name == 'lr' else 1}")
         if len(fit.data) == 0:
             raise ValueError(f"a fit of task {fit.task!r} was given no examples")
@@ -151,6 +151,7 @@ class Participant:
             task.rule = fit.rules[0] if len(fit.rules) == 1 else Composed(fit.rules)
         if "lr" in fit.overrides:
             task.learning_rate = float(fit.overrides["lr"])
+        task.lr_scale = float(fit.overrides.get("lr_scale", 1.0))
         self._rewind(fit.overrides)
         # Callbacks of the configuration are copied per fit: one object in several fits would carry its state along.
         trainer.callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]  # type: ignore[attr-defined]

@@ -57,6 +57,7 @@ class AveragingClient(ClientProgram):
             start={**message.tensors["model"], **message.tensors["buffers"], **client.memory.get("buffers", {})},
             given={**message.tensors, **{f"memory/{group}": value for group, value in client.memory.items()}},
             rules=self.rules(client, message),
+            overrides={"lr_scale": message.scalars["lr_scale"]},
         )
         return self.finish(client, message, result)
 
@@ -90,6 +91,9 @@ class FedAvg(Method):
         server_optimizer: Builds the server's optimizer from the global parameters.
         weighting: "examples" weighs a client by its number of training examples, "uniform" all alike.
         buffers: What happens to buffers; see `AveragingClient`.
+        lr_schedule: The clients' learning rate over the rounds: "constant", or "cosine" from the optimizer's own in the first
+            round down towards 0 after the last.
+        lr_decay: Factor of the clients' learning rate from round to round, in (0, 1].
     """
 
     def __init__(
@@ -98,13 +102,20 @@ class FedAvg(Method):
         server_optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=1.0),
         weighting: Literal["examples", "uniform"] = "examples",
         buffers: BufferPolicy = "average",
+        lr_schedule: Literal["constant", "cosine"] = "constant",
+        lr_decay: float = 1.0,
     ) -> None:
         super().__init__(rounds)
         if weighting not in ("examples", "uniform"):
             raise ValueError(f"weighting is {weighting!r}; allowed: 'examples', 'uniform'")
         if buffers not in ("average", "local", "global"):
             raise ValueError(f"buffers is {buffers!r}; allowed: 'average', 'local', 'global'")
+        if lr_schedule not in ("constant", "cosine"):
+            raise ValueError(f"lr_schedule is {lr_schedule!r}; allowed: 'constant', 'cosine'")
+        if not 0 < lr_decay <= 1:
+            raise ValueError(f"lr_decay is {lr_decay}; it must be in (0, 1]")
         self.server_optimizer, self.weighting, self.buffer_policy = server_optimizer, weighting, buffers
+        self.lr_schedule, self.lr_decay = lr_schedule, lr_decay
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         self.parameters = {name: nn.Parameter(p.detach().cpu().clone()) for name, p in model.trainable().items()}
@@ -115,7 +126,14 @@ class FedAvg(Method):
         return AveragingClient(self.buffer_policy)
 
     def broadcast(self, round: int) -> Message:
-        return Message(round, SERVER, {"model": self.parameters, "buffers": self.buffers})
+        return Message(
+            round, SERVER, {"model": self.parameters, "buffers": self.buffers}, {"lr_scale": self.lr_scale(round)}
+        )
+
+    def lr_scale(self, round: int) -> float:
+        """Factor of the clients' learning rate in a round."""
+        cosine = 0.5 * (1 + math.cos(math.pi * (round - 1) / self.rounds)) if self.lr_schedule == "cosine" else 1.0
+        return cosine * self.lr_decay ** (round - 1)
 
     def uplink(self, round: int) -> dict[str, Group]:
         groups = {"model": Group("update")}

@@ -35,8 +35,8 @@ class Fit:
         given: Groups of tensors that the task, its rules or callbacks need.
         rules: Gradient transformations, innermost first.
         callbacks: Lightning callbacks of this fit; new ones for every fit, since they may hold state.
-        overrides: ``max_epochs``, ``max_steps``, ``batch_size`` in place of the configured ones, ``lr`` in place of the
-            optimizer's.
+        overrides: ``max_epochs``, ``max_steps``, ``batch_size`` in place of the configured ones; ``lr`` in place of the
+            optimizer's; ``lr_scale`` multiplies it.
         key: Who owns the randomness of this fit within the round; two fits of one client and round need different keys.
     """
 

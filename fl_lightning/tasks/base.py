@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import DataInfo, Examples
@@ -47,6 +48,7 @@ class FederatedTask(LightningModule):
         self.given: Mapping[str, Mapping[str, Tensor]] = {}
         self.rule: LocalRule | None = None
         self.learning_rate: float | None = None
+        self.lr_scale = 1.0
         self.output = "logits"
         self.inputs_are_cached = False
         self.loss_sum = torch.zeros(())
@@ -135,14 +137,17 @@ class FederatedTask(LightningModule):
         if not parameters:
             raise ValueError(f"{type(self).__name__} has no trainable parameter")
         base = self.optimizer(list(parameters.values()))
-        if self.learning_rate is not None:
-            for group in base.param_groups:
-                group["lr"] = self.learning_rate
+        for group in base.param_groups:
+            group["lr"] = self.lr_scale * (group["lr"] if self.learning_rate is None else self.learning_rate)
         return base if self.rule is None else RuleOptimizer(base, parameters, self.rule, self.given)
 
     def fit_metrics(self) -> dict[str, float]:
         """Means over the fit that just ended."""
         return {"loss": float(self.loss_sum) / max(self.num_losses, 1)}
+
+    def export(self, path: str) -> None:
+        """Write the weights as they are now to a safetensors file, names as in the state dict."""
+        save_file({name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}, path)
 
     def preprocessing(self) -> dict[str, Any]:
         """What images must look like for this task, for the checkpoint: JSON values."""

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.losses.contrastive import symmetric_contrastive
 from fl_lightning.losses.grpo import GRPO, advantages, exact_kl, grpo_loss, mix_reference, rewards, sample_actions
-from fl_lightning.models.clip import CLIP, LoRA, TextTower, VisionTower, build_clip
+from fl_lightning.models.clip import CLIP, LoRA, TextTower, VisionTower, build_clip, export_clip
 from fl_lightning.rng import torch_generator
 from fl_lightning.tasks.base import Batch, FederatedTask
 from fl_lightning.tasks.prefix import PrefixCache
@@ -348,6 +348,10 @@ class ClipPretrainTask(FederatedTask):
         number = 1 + int(torch.randint(len(self.prompts), (), generator=self.draw))
         captions = self.clip.text(self.tokens[number])
         return symmetric_contrastive(self.clip.visual(batch.inputs), captions, batch.labels, self.clip.logit_scale)
+
+    def export(self, path: str) -> None:
+        """Write float16 weights that ``ClipTask(pretrained=path)`` takes."""
+        export_clip(self.clip, path)
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Class scores (B, C) of images (B, 3, H, W) in [0, 1]."""
