@@ -24,11 +24,12 @@ from fl_lightning.metrics.evaluation import (
 
 
 def positions(part: Examples, whole: Examples) -> Tensor:
-    """Where the examples of ``part`` stand in ``whole``; both views of one set."""
-    if not (isinstance(part, View) and isinstance(whole, View) and part.source is whole.source):
+    """Where the examples of ``part`` stand in ``whole``: a view of a set, and the set itself or another view of it."""
+    source, indices = (whole.source, whole.indices) if isinstance(whole, View) else (whole, torch.arange(len(whole)))
+    if not (isinstance(part, View) and part.source is source):
         raise TypeError("a client's share of a set must be a view of the same source as the set")
-    place = torch.full((len(whole.source),), -1)
-    place[whole.indices] = torch.arange(len(whole))
+    place = torch.full((len(source),), -1)
+    place[indices] = torch.arange(len(whole))
     found = place[part.indices]
     return found[found >= 0]
 
