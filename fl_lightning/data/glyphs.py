@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_lightning.data.examples import Examples, TensorExamples
+from fl_lightning.data.images import resize, to_channels
 from fl_lightning.data.source import Source, Splits
 from fl_lightning.rng import numpy_generator, torch_generator
 
@@ -104,8 +105,7 @@ class DigitDomains(Source):
         size = image_size or 32
         digits = load_digits()
         labels = torch.from_numpy(digits.target).long()
-        images = torch.from_numpy(digits.images).float()[:, None] / 16
-        images = F.interpolate(images, size=(size, size), mode="bilinear")
+        images = resize(torch.from_numpy(digits.images).float()[:, None] / 16, size)
         train: list[list[int]] = [[] for _ in self.domains]
         test: list[int] = []
         shuffle = numpy_generator(seed, "digit domains", "split")
@@ -229,4 +229,4 @@ def _blur(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _to_bytes(images: Tensor, channels: int | None) -> Tensor:
-    return (images * 255).round().to(torch.uint8).expand(-1, channels or 1, -1, -1).contiguous()
+    return to_channels((images * 255).round().to(torch.uint8), channels).contiguous()
