@@ -166,6 +166,7 @@ def test_image_folder_without_splits_draws_a_test_set(tmp_path):
             write_image(tmp_path / name / "deep" / f"{number}.PNG", value)
     (tmp_path / "cat" / "notes.txt").write_text("not an image")
     (tmp_path / ".cache").mkdir()
+    (tmp_path / "dog" / "._0.png").write_text("left by another system")
     splits = load(ImageFolder(str(tmp_path)))
     assert splits.class_names == ("cat", "dog")
     assert splits.val is None
@@ -336,7 +337,10 @@ def test_manifest_with_names_alone_draws_a_test_set(tmp_path):
     rows = [{"path": f"{number}.png", "label": ["ape", "bat"][number % 2]} for number in range(10)]
     for row in rows:
         write_image(tmp_path / row["path"])
-    splits = load(Manifest(write_manifest(tmp_path / "table.csv", rows)))
+    table = tmp_path / "table.csv"
+    write_manifest(table, rows)
+    table.write_text("\ufeff" + table.read_text(encoding="utf-8"), encoding="utf-8")  # as spreadsheets save it
+    splits = load(Manifest(str(table)))
     assert splits.class_names == ("ape", "bat")
     assert splits.domain_names == ("all",)
     assert sorted(splits.test.labels.tolist()) == [0, 1]
@@ -370,6 +374,18 @@ def test_torchvision_arrays(tmp_path):
     assert (splits.train.labels.tolist(), splits.test.labels.tolist()) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3])
     assert splits.class_names[2] == "2 - two"
     assert torch.equal(everything(splits.train), torch.from_numpy(pixels)[:, None].float() / 255)
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 3, 1, 2)])
+def test_torchvision_arrays_in_colour(axes):
+    class Held:
+        targets = [1, 0]
+
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 6, 5, 3), dtype=np.uint8)  # as CIFAR; transposed, as SVHN
+    Held.data = pixels.transpose(axes)
+    examples = Torchvision("CIFAR10")._examples(Held(), None, None)
+    assert torch.equal(everything(examples), torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+    assert examples.labels.tolist() == [1, 0]
 
 
 def test_torchvision_without_a_test_split(tmp_path):
