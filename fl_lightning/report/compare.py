@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.report import tables
 
@@ -480,7 +480,7 @@ def full_config(variant: str, arguments: Sequence[str]) -> dict[str, Any]:
     out, errors = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            cli.run(["fit", *arguments, "--print_config=skip_null"])
+            cli.run(["fit", *arguments, "--print_config"])
     except SystemExit as end:
         if end.code not in (None, 0):
             message = errors.getvalue().strip().splitlines() or [f"exit code {end.code}"]
@@ -565,6 +565,13 @@ def _table_csv(
     return out.getvalue()
 
 
+def _plain(value: Any) -> Any:
+    """Namespaces as dictionaries."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
 def _text(value: Any) -> str:
     """A value as on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
@@ -605,6 +612,7 @@ def _start_worker(parent: int, stop: Any) -> None:
 def _fit(arguments: list[str], log: str) -> tuple[str | None, str]:
     """Run a command line with its output in a log file; returns the run's folder, or None and what went wrong."""
     from fl_lightning.__main__ import main as command_line
+    from fl_lightning.cli import explain
 
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
@@ -617,7 +625,7 @@ def _fit(arguments: list[str], log: str) -> tuple[str | None, str]:
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         cause = error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
-        return None, f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+        return None, f"{type(cause).__name__}: {explain(str(cause))}"[:400]
     finally:
         _busy.clear()
         sys.stdout.flush()
@@ -646,10 +654,11 @@ def main(arguments: list[str]) -> Path:
     parser.add_class_arguments(Study)
     given = parser.parse_args(arguments)
     given.pop("config", None)
-    study = Study(**parser.instantiate_classes(given).as_dict())
+    build = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name changed in jsonargparse 4.49
+    study = Study(**vars(build(given)))
     comparison = Comparison(study)
     comparison.folder.mkdir(parents=True, exist_ok=True)
-    _write(comparison.folder / "study.yaml", parser.dump(given))
+    _write(comparison.folder / "study.yaml", yaml.safe_dump(_plain(given), sort_keys=False))
     try:
         comparison.execute()
     finally:
