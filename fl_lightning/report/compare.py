@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -599,12 +600,17 @@ def _start_worker(parent: int, stop: Any) -> None:
     """Leave the terminal's process group and watch for the end: a run is interrupted once, and can write its checkpoint."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with interrupts ignored
 
     def watch() -> None:
         while not stop.wait(0.5) and os.getppid() == parent:
             pass
         if _busy.is_set():
             _thread.interrupt_main()
+        while _busy.is_set():
+            time.sleep(0.1)
+        if not stop.is_set():  # nobody is left to end this process
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
