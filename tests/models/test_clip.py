@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fl_lightning.data.glyphs import DIGITS, LETTERS, DigitDomains
+from fl_lightning.data.scenes import COLOURS, PAIRS, SHAPES, Scenes
 from fl_lightning.models.clip import CLIP, LoRA, SplitAttention, TextTower, VisionTower, build_clip, export_clip
 
 PROMPTS = ["a photo of a red circle", "a photo of a seven", "a photo of a letter q"]
@@ -248,6 +250,35 @@ def test_openai_weights_get_their_activation(monkeypatch):
     with pytest.raises(RuntimeError, match="without network, give a file"):
         build_clip("ViT-B-16", "openai", lora=None, seed=0)
     assert asked["force_quick_gelu"]
+
+
+def test_every_class_of_our_own_data_can_be_said():
+    names = [f"{COLOURS[colour]} {SHAPES[shape]}" for colour, shape in PAIRS]
+    tokens = build_clip("tiny-clip-32", lora=None, seed=0).text.tokenize([*DIGITS, *LETTERS, *names])
+    assert len(tokens.unique(dim=0)) == 100
+
+
+def zero_shot(clip, examples, names, classes):
+    """Accuracy on the examples of ``classes``, told apart among their names only."""
+    own = examples.of_classes(classes)
+    with torch.no_grad():
+        tokens = clip.text.tokenize([f"a photo of a {names[label]}" for label in classes])
+        logits = clip(own.fetch(torch.arange(len(own))), tokens)
+    return (torch.tensor(classes)[logits.argmax(1)] == own.labels).float().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("weights", "source", "base", "novel"),
+    [
+        ("glyphs", DigitDomains(["handwritten"], test_fraction=0.5), range(5), range(5, 10)),
+        ("scenes", Scenes(1, 15, shift=0.3), range(32), range(32, 64)),
+    ],
+)
+def test_shipped_weights_are_decent_but_not_perfect(weights, source, base, novel):
+    clip = build_clip("tiny-clip-32", weights, lora=LoRA(), seed=0)
+    splits = source.load(image_size=32, channels=3, seed=0)
+    for classes in (base, novel):
+        assert 0.35 < zero_shot(clip, splits.test, splits.class_names, list(classes)) < 0.85
 
 
 @pytest.mark.slow
