@@ -116,6 +116,9 @@ def test_second_call_runs_nothing_and_tabulates_the_recorded_numbers(
     folder = command_line(write_study(done))
     assert isinstance(folder, Path)
     assert (folder / "table.md").read_text() in capsys.readouterr().out
+    assert (
+        command_line(["compare", "--config", str(folder / "study.yaml")]) == folder
+    )  # what it wrote is the same study
     finals: dict[tuple[str, str], float] = {}
     for line in read(folder / "runs.csv"):
         summary = json.loads((done / line["run"] / "summary.json").read_text())
