@@ -47,6 +47,7 @@ class Evaluator:
         self.data, self.info, self.participant = data, info, participant
         self.tests, self.vals = data.test_sets(), data.val_sets()
         self.shares = {key: positions(data.test(key), self.tests["global"]) for key in (*info.clients, *data.unseen)}
+        self.held = {key: sorted(set(data.train(key).labels.tolist())) for key in info.clients}
 
     def logits(self, request: Predict, examples: Examples, round: int) -> Tensor:
         """Class scores (N, C) of a model on a set."""
@@ -87,10 +88,21 @@ class Evaluator:
 
     def _shares(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         row = client_scores(logits, labels, [self.shares[key] for key in self.info.clients])
+        row |= self._local(logits, labels)
         if self.data.unseen:
             unseen = client_scores(logits, labels, [self.shares[key] for key in self.data.unseen])
             row |= {name.replace("client_", "unseen_"): value for name, value in unseen.items()}
         return row
+
+    def _local(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
+        """``local_mean/acc``: each client's test images, classified among the classes that it trains on alone."""
+        accuracies = []
+        for key, held in self.held.items():
+            share = self.shares[key]
+            own, expected = restrict(logits[share], labels[share], held)
+            if len(expected):
+                accuracies.append(float((own.argmax(1) == expected).double().mean()))
+        return {"local_mean/acc": sum(accuracies) / len(accuracies)} if accuracies else {}
 
     def personal(self, engine: Engine, method: Method, round: int) -> dict[str, float]:
         """Scores of the clients' own models: ``personal_mean/acc`` on their own shares, ``personal_mean/global_acc``."""

@@ -62,8 +62,8 @@ class Variant:
     Args:
         configs: YAML files on top of the study's ``base``.
         set: Options as on the command line, {dotted key: value}; they have the last word.
-        at: The round that is read: "last", "best:<column>" (the highest) or "lowest:<column>". Round 0, before any
-            training, counts; of equals the earliest.
+        at: The round that is read: "last", "first" (round 0, before any training), "best:<column>" (the highest) or
+            "lowest:<column>". Round 0 counts; of equals the earliest.
         runs_of: Another variant whose runs are read; then this one has no runs, and no options, of its own.
         grid: Fields of the study's ``grid`` that differ for this variant; null: this variant is not tuned.
     """
@@ -128,8 +128,10 @@ class Study:
             raise ValueError(f"baseline is {self.baseline!r}; variants: {', '.join(self.rows)}")
         self.grids = {name: self._grid(name, row.grid) for name, row in self.rows.items()}
         for name, row in self.rows.items():
-            if row.at != "last" and not re.fullmatch("(best|lowest):.+", row.at):
-                raise ValueError(f"variants.{name}.at is {row.at!r}; allowed: last, best:<column>, lowest:<column>")
+            if row.at not in ("first", "last") and not re.fullmatch("(best|lowest):.+", row.at):
+                raise ValueError(
+                    f"variants.{name}.at is {row.at!r}; allowed: first, last, best:<column>, lowest:<column>"
+                )
             if row.runs_of is not None:
                 owners = [n for n, other in self.rows.items() if other.runs_of is None]
                 if row.runs_of not in owners:
@@ -512,7 +514,8 @@ def reading(rows: Sequence[Values], at: str) -> Values:
 
     Args:
         rows: Rounds in order.
-        at: "last": the last value of every column; "best:<column>", "lowest:<column>": the round where that is so.
+        at: "last": the last value of every column; "first": round 0; "best:<column>", "lowest:<column>": the round where
+            that is so.
 
     Returns:
         Columns, and the costs of getting there: bytes and seconds up to the round that is read.
@@ -524,6 +527,8 @@ def reading(rows: Sequence[Values], at: str) -> Values:
     if at == "last":
         for row in rows:
             values |= row
+    elif at == "first":
+        values |= rows[0]
     else:
         kind, column = at.split(":", 1)
         candidates = [row for row in rows if math.isfinite(row.get(column, math.nan))]

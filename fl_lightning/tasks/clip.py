@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -309,10 +310,14 @@ class ClipTextTask(FederatedTask):
 class ClipPretrainTask(FederatedTask):
     """Pre-training of a small CLIP from scratch by the symmetric contrastive loss.
 
+    The learning rate rises linearly over the first steps and falls to 0 along a cosine by the end of the fit. Without the rise
+    and with one fit an epoch (whose optimizer starts afresh) the tiny model did not leave chance.
+
     Args:
         name: A configuration in the package's assets, or a model of open_clip.
         prompts: Templates of captions; one is drawn for every class and step.
         eval_prompt: The template that accuracy is measured with.
+        warmup_steps: Steps of the linear rise, at least 0.
         optimizer: Builds the optimizer.
     """
 
@@ -324,9 +329,13 @@ class ClipPretrainTask(FederatedTask):
         name: str = "tiny-clip-32",
         prompts: list[str] = ["a photo of a {}"],  # noqa: B006  (read only)
         eval_prompt: str = "a photo of a {}",
+        warmup_steps: int = 100,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.05),
     ) -> None:
         super().__init__(optimizer)
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps is {warmup_steps}; it must be at least 0")
+        self.warmup_steps = warmup_steps
         self.name, self.prompts, self.eval_prompt = name, list(prompts), eval_prompt
 
     def build(self, info: DataInfo, seed: int) -> None:
@@ -343,6 +352,16 @@ class ClipPretrainTask(FederatedTask):
         super().on_fit_start()
         # The fit's own randomness is lent to the global generator; a generator seeded from it stays the fit's own.
         self.draw = torch_generator(self.seed, int(torch.randint(2**31, ())), "prompts")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        total = int(self.trainer.estimated_stepping_batches)
+
+        def factor(step: int) -> float:
+            return min(1.0, (step + 1) / max(self.warmup_steps, 1)) * 0.5 * (1 + math.cos(math.pi * step / total))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)  # type: ignore[arg-type]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def loss(self, batch: Batch) -> Tensor:
         number = 1 + int(torch.randint(len(self.prompts), (), generator=self.draw))
