@@ -6,11 +6,13 @@ import csv
 import hashlib
 import json
 import logging
+import os
 import re
+import secrets
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 # Short class names in a YAML are looked up among what is imported here.
 import fl_lightning.callbacks
-import fl_lightning.data
+import fl_lightning.data.glyphs
+import fl_lightning.data.scenes
+import fl_lightning.data.sources
 import fl_lightning.methods
 import fl_lightning.models
 import fl_lightning.tasks  # noqa: F401
@@ -31,11 +35,13 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder
-from fl_lightning.federation.state import read_checkpoint
+from fl_lightning.federation.state import CheckpointFolder, read_checkpoint
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
+from fl_lightning.usage import fail, usage_errors
 
 RUNS = "lightning_logs"
+_DRAWN_SEED = "FL_LIGHTNING_SEED"
 
 # Where a run lies and how it is shown do not change what it computes.
 _NOT_MEANING = {
@@ -54,21 +60,21 @@ class Verbs(Trainer):
 
         Args:
             ckpt_path: "last" goes on with the newest run below trainer.default_root_dir whose configuration is the same; or
-                the path of a round checkpoint.
+                the path of a round checkpoint or of a run's folder.
         """
 
     def validate(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
         """Score the global model of a round checkpoint on the validation examples.
 
         Args:
-            ckpt_path: A round checkpoint, or "last".
+            ckpt_path: A round checkpoint, a run's folder, or "last".
         """
 
     def test(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
         """Score the global model of a round checkpoint on the test sets.
 
         Args:
-            ckpt_path: A round checkpoint, or "last".
+            ckpt_path: A round checkpoint, a run's folder, or "last".
         """
 
     def predict(  # type: ignore[override]
@@ -78,7 +84,7 @@ class Verbs(Trainer):
 
         Args:
             images: A folder of images, searched with its subfolders.
-            ckpt_path: A round checkpoint, or "last".
+            ckpt_path: A round checkpoint, a run's folder, or "last".
             output: The CSV: path, label, confidence.
         """
 
@@ -112,6 +118,16 @@ class FederatedCLI(LightningCLI):
         parser.add_subclass_arguments(Method, "method", required=True)
         parser.add_class_arguments(FederationLoop, "federation")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            keys = [action.dest for verb in self._subcommand_parsers.values() for action in verb._actions]
+            raise SystemExit(fail(str(error), sorted(set(keys)))) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing yet: what goes wrong in a run is no wrong argument. See `run`."""
+
     def _parse_ckpt_path(self) -> None:
         """Lightning would open the checkpoint as a pickle here; ours is a folder that `fit` and the others read."""
 
@@ -120,8 +136,11 @@ class FederatedCLI(LightningCLI):
         config = self.config[self.config.subcommand]
         if isinstance(config.seed_everything, bool):
             if not config.seed_everything:
-                raise ValueError("seed_everything is false; give an integer, or true for a random one")
-            config.seed_everything = int(torch.seed() % 2**31)
+                raise ValueError("seed_everything is false; allowed: an integer, or true for a random one")
+            # Processes that the launcher starts read the same command line, and must not draw another seed.
+            drawn = os.environ.get(_DRAWN_SEED) if int(os.environ.get("LOCAL_RANK", 0)) else None
+            config.seed_everything = int(drawn or secrets.randbelow(2**31))
+            os.environ[_DRAWN_SEED] = str(config.seed_everything)
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate_classes(self.config)
@@ -156,6 +175,10 @@ class FederatedCLI(LightningCLI):
         facts = {"config": self.config_text(), "config_hash": self.config_hash()}
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
+        except ValueError as error:
+            if self.loop.round > 0:  # no wrong argument, then: it wants its traceback
+                raise
+            raise SystemExit(fail(str(error))) from error
         except (KeyboardInterrupt, SystemExit):
             if self.run_folder is not None:
                 print(
@@ -278,7 +301,7 @@ class FederatedCLI(LightningCLI):
         """
         with usage_errors():
             if ckpt_path != "last":
-                path = Path(ckpt_path)
+                path = newest(Path(ckpt_path))
                 _, facts = read_checkpoint(path)
                 if same_config and facts["config_hash"] != self.config_hash():
                     changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
@@ -287,14 +310,19 @@ class FederatedCLI(LightningCLI):
             wanted = self.config_hash()
             manifests = (self.root / RUNS).glob("**/checkpoints/round_*/manifest.json")
             for manifest in sorted(manifests, key=lambda p: (p.stat().st_mtime, str(p)), reverse=True):
-                if json.loads((manifest.parent / "info.json").read_text()).get("config_hash") != wanted:
-                    continue
+                path = manifest.parent
                 try:
-                    read_checkpoint(manifest.parent)
-                    return manifest.parent
-                except ValueError as error:
+                    if config_hash(yaml.safe_load((path.parent.parent / "config.yaml").read_text())) == wanted:
+                        read_checkpoint(path)
+                        return path
+                except (ValueError, OSError) as error:
                     print(f"{error}; looking for an older one", file=sys.stderr)
             return None
+
+
+def newest(path: Path) -> Path:
+    """The path of a round checkpoint, or the last one of a run's folder."""
+    return next(reversed(CheckpointFolder(path / "checkpoints").list()), path)
 
 
 def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,42 +353,6 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
 
 
-# ---- one clear line for a wrong argument
-
-
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn what a user can mend into one line on standard error and exit code 2."""
-    try:
-        yield
-    except (ArgumentError, ValueError, FileNotFoundError, KeyError, ModuleNotFoundError) as error:
-        raise SystemExit(fail(str(error.args[0]) if isinstance(error, KeyError) else str(error))) from error
-
-
-def fail(message: str) -> int:
-    """Print an error line; returns the exit code."""
-    print(f"error: {explain(message)}", file=sys.stderr)
-    return 2
-
-
-def explain(message: str) -> str:
-    """Bring a parser's message of many lines down to one that names the key, the value and what is allowed."""
-    text = re.sub(r"\s+", " ", message).strip()
-    bases: dict[str, type] = {"method": Method, "model": FederatedTask}
-    for key, base in bases.items():
-        if f'key "{key}"' in text and "class" in text:
-            text += f" Allowed classes for {key}: {', '.join(sorted({c.__name__ for c in _subclasses(base)}))}"
-    return text
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    child: type
-    for child in base.__subclasses__():
-        if not getattr(child, "__abstractmethods__", None):
-            yield child
-        yield from _subclasses(child)
-
-
 def quiet() -> None:
     """Silence what Lightning says at every one of thousands of fits."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero", "lightning.pytorch"):
@@ -381,7 +373,7 @@ def run(arguments: list[str]) -> object:
     parser_options = {"exit_on_error": False}
     with usage_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
-        return FederatedCLI(
+        cli = FederatedCLI(
             FederatedTask,
             FederatedDataModule,
             trainer_class=Verbs,
@@ -394,12 +386,19 @@ def run(arguments: list[str]) -> object:
             parser_kwargs={**parser_options, **{name: dict(parser_options) for name in FederatedCLI.subcommands()}},
             args=arguments,
         )
+    LightningCLI._run_subcommand(cli, cli.subcommand)
+    return cli
 
 
 def _with_config_of_checkpoint(arguments: list[str]) -> list[str]:
     """``predict``, ``test`` and ``validate`` of a checkpoint need no ``--config``: the checkpoint holds its own."""
-    if "--ckpt_path" not in arguments or any(a in ("--config", "-c") or a.startswith("--config=") for a in arguments):
+    given = [
+        a.split("=", 1)[1] if "=" in a else b for a, b in pairwise([*arguments, ""]) if re.match("--ckpt_path(=|$)", a)
+    ]
+    if not given or any(re.match("(--config|-c)(=|$)", a) for a in arguments):
         return arguments
-    path = Path(arguments[arguments.index("--ckpt_path") + 1 :][0]) if arguments[-1] != "--ckpt_path" else Path()
-    config = path.parent.parent / "config.yaml"
-    return [arguments[0], "--config", str(config), *arguments[1:]] if config.is_file() else arguments
+    path = Path(given[-1])
+    config = next(
+        (folder / "config.yaml" for folder in (path, path.parent.parent) if (folder / "config.yaml").is_file()), None
+    )
+    return [arguments[0], "--config", str(config), *arguments[1:]] if config else arguments

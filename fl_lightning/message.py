@@ -78,12 +78,16 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """The message as it crosses a network: one safetensors blob."""
-        flat = {f"{_HEADER}{_SEPARATOR}counts": torch.tensor([self.round, self.num_examples])}
+        # The sender is a tensor too: with two entries of metadata, safetensors would write them in any order.
+        flat = {
+            f"{_HEADER}{_SEPARATOR}counts": torch.tensor([self.round, self.num_examples]),
+            f"{_HEADER}{_SEPARATOR}sender": torch.tensor(list(self.sender.encode()), dtype=torch.uint8),
+        }
         for name, value in self.scalars.items():
             flat[f"{_HEADER}{_SEPARATOR}scalar.{name}"] = torch.tensor(value, dtype=torch.float64)
         for group, tensors in self.tensors.items():
             flat |= {f"{group}{_SEPARATOR}{name}": tensor.contiguous() for name, tensor in tensors.items()}
-        return save_safetensors(flat, {"sender": self.sender, "groups": _LIST.join(self.tensors)})
+        return save_safetensors(flat, {"groups": _LIST.join(self.tensors)})
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Message:
@@ -95,6 +99,7 @@ class Message:
         try:
             flat, metadata = load_safetensors(blob), _metadata(blob)
             counts = flat.pop(f"{_HEADER}{_SEPARATOR}counts").tolist()
+            sender = bytes(flat.pop(f"{_HEADER}{_SEPARATOR}sender").tolist()).decode()
             groups: dict[str, dict[str, Tensor]] = {g: {} for g in metadata["groups"].split(_LIST) if g}
             scalars = {}
             for key, value in flat.items():
@@ -103,7 +108,7 @@ class Message:
                     scalars[name.removeprefix("scalar.")] = float(value)
                 else:
                     groups[group][name] = value
-            return cls(counts[0], metadata["sender"], groups, scalars, counts[1])
+            return cls(counts[0], sender, groups, scalars, counts[1])
         except Exception as error:
             raise ValueError(f"not a message: {error}") from error
 
@@ -114,9 +119,7 @@ class Message:
             (group, tuple((name, value.dtype, tuple(value.shape)) for name, value in tensors.items()))
             for group, tensors in self.tensors.items()
         )
-        # The sender stands in a JSON header, where quotes and control characters take more than one byte.
-        sender_length = len(json.dumps(self.sender, ensure_ascii=False).encode()) - len('""')
-        return _serialised_size(schema, tuple(self.scalars), sender_length)
+        return _serialised_size(schema, tuple(self.scalars), len(self.sender.encode()))
 
 
 def _detached(value: Tensor) -> Tensor:

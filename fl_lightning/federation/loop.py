@@ -131,6 +131,8 @@ class FederationLoop:
         launcher = self.participant.trainer.strategy.launcher
         if launcher is not None:
             launcher.launch(lambda: None, trainer=self.participant.trainer)
+            if self.num_threads is not None:
+                torch.set_num_threads(self.num_threads)  # the launcher has set another number
 
     def predict(self, request: Predict, examples: Examples) -> torch.Tensor:
         """Outputs (N, ...) of a model on examples."""

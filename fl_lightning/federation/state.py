@@ -106,6 +106,11 @@ class CheckpointFolder:
         beside.mkdir(parents=True)
         tensors: dict[str, Tensor] = {}
         tree = flatten(state, tensors)
+        storages: set[int] = set()
+        for name, tensor in tensors.items():  # safetensors refuses tensors that share memory
+            storage = tensor.untyped_storage().data_ptr()
+            tensors[name] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
         files = {
             "tensors.safetensors": save_safetensors(tensors),
             "state.json": json.dumps(tree).encode(),
@@ -146,7 +151,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not (path / MANIFEST).is_file():
         raise FileNotFoundError(f"{path} is no round checkpoint: it has no {MANIFEST}")
     contents = {}
-    for name, digest in json.loads((path / MANIFEST).read_text())["sha256"].items():
+    try:
+        digests = json.loads((path / MANIFEST).read_bytes())["sha256"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read") from error
+    for name, digest in digests.items():
         if not (path / name).is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
         contents[name] = (path / name).read_bytes()

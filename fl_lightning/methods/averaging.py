@@ -91,8 +91,8 @@ class FedAvg(Method):
         server_optimizer: Builds the server's optimizer from the global parameters.
         weighting: "examples" weighs a client by its number of training examples, "uniform" all alike.
         buffers: What happens to buffers; see `AveragingClient`.
-        lr_schedule: The clients' learning rate over the rounds: "constant", or "cosine" from the optimizer's own in the first
-            round down towards 0 after the last.
+        lr_schedule: The clients' learning rate over the rounds: "constant", or "cosine" from the optimizer's own in the
+            first round down towards 0 after the last.
         lr_decay: Factor of the clients' learning rate from round to round, in (0, 1].
     """
 

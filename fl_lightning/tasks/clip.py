@@ -310,8 +310,8 @@ class ClipTextTask(FederatedTask):
 class ClipPretrainTask(FederatedTask):
     """Pre-training of a small CLIP from scratch by the symmetric contrastive loss.
 
-    The learning rate rises linearly over the first steps and falls to 0 along a cosine by the end of the fit. Without the rise
-    and with one fit an epoch (whose optimizer starts afresh) the tiny model did not leave chance.
+    The learning rate rises linearly over the first steps and falls to 0 along a cosine by the end of the fit. Without the
+    rise, and with a fit per epoch (whose optimizer starts afresh), the tiny model did not leave chance.
 
     Args:
         name: A configuration in the package's assets, or a model of open_clip.

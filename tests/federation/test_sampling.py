@@ -37,7 +37,7 @@ def test_sizes_are_bounded(arguments: dict, size: int) -> None:
     "arguments", [{}, {"size": 1, "fraction": 0.5}, {"size": 0}, {"fraction": 0.0}, {"fraction": 1.5}]
 )
 def test_wrong_sizes(arguments: dict) -> None:
-    with pytest.raises(ValueError, match="size|fraction"):
+    with pytest.raises(ValueError, match=r"size|fraction"):
         UniformSampler(**arguments)
 
 

@@ -57,9 +57,7 @@ def network() -> nn.Module:
 
 def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 4, generator=draw).double(), torch.randint(3, (8,), generator=draw)) for _ in range(count)
-    ]
+    return [(torch.randn(8, 4, generator=draw).double(), torch.randint(3, (8,), generator=draw)) for _ in range(count)]
 
 
 def closure_of(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:

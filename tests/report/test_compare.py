@@ -191,7 +191,7 @@ def test_what_the_parser_refuses_is_refused_before_anything_runs(
         ({"baseline": "fedsgd"}, "baseline is 'fedsgd'; variants: a, b"),
         ({"output": "runs"}, "lightning_logs"),
         ({"variants": {"a/b": None}}, "cannot name a folder"),
-        ({"variants": {"a": Variant(at="first")}}, "allowed: last, best:<column>, lowest:<column>"),
+        ({"variants": {"a": Variant(at="first")}}, "allowed: first, last, best:<column>, lowest:<column>"),
         ({"variants": {"a": None, "b": Variant(runs_of="c")}}, "runs_of is 'c'; allowed: a"),
         ({"variants": {"a": None, "b": Variant(runs_of="a", set={"x": 1})}}, "no options but 'at'"),
         ({"variants": {"a": Variant(grid={"value": [1]})}}, "'value'.*allowed: .*'values'"),
@@ -222,6 +222,7 @@ ROWS = [
     ("at", "expected"),
     [
         ("last", {"round": 3, "acc": 0.1, "loss": 1.0, "kB up per round": 2.0, "MB in all": 0.015, "seconds": 9.0}),
+        ("first", {"round": 0, "acc": 0.4, "kB up per round": 0.0, "MB in all": 0.0, "seconds": 1.0}),
         ("best:val/acc", {"round": 1, "acc": 0.6, "kB up per round": 1.0, "MB in all": 0.004, "seconds": 3.0}),
         ("lowest:val/acc", {"round": 0, "acc": 0.4, "kB up per round": 0.0, "MB in all": 0.0, "seconds": 1.0}),
     ],
