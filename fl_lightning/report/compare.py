@@ -623,7 +623,7 @@ def _start_worker(parent: int, stop: Any) -> None:
 def _fit(arguments: list[str], log: str) -> tuple[str | None, str]:
     """Run a command line with its output in a log file; returns the run's folder, or None and what went wrong."""
     from fl_lightning.__main__ import main as command_line
-    from fl_lightning.cli import explain
+    from fl_lightning.usage import explain
 
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)

@@ -191,7 +191,7 @@ def test_what_the_parser_refuses_is_refused_before_anything_runs(
         ({"baseline": "fedsgd"}, "baseline is 'fedsgd'; variants: a, b"),
         ({"output": "runs"}, "lightning_logs"),
         ({"variants": {"a/b": None}}, "cannot name a folder"),
-        ({"variants": {"a": Variant(at="first")}}, "allowed: first, last, best:<column>, lowest:<column>"),
+        ({"variants": {"a": Variant(at="end")}}, "allowed: first, last, best:<column>, lowest:<column>"),
         ({"variants": {"a": None, "b": Variant(runs_of="c")}}, "runs_of is 'c'; allowed: a"),
         ({"variants": {"a": None, "b": Variant(runs_of="a", set={"x": 1})}}, "no options but 'at'"),
         ({"variants": {"a": Variant(grid={"value": [1]})}}, "'value'.*allowed: .*'values'"),
