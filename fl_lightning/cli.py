@@ -47,6 +47,8 @@ _DRAWN_SEED = "FL_LIGHTNING_SEED"
 _NOT_MEANING = {
     "config": None,
     "ckpt_path": None,
+    "images": None,
+    "output": None,
     "federation": ("name", "progress", "checkpoint_every", "keep_last", "monitor"),
     "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),
 }

@@ -95,6 +95,7 @@ class Participant:
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
         if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
+        self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
         self._dry = bool(template.get("fast_dev_run"))
 
     def run(self, steps: Steps, *owner: object) -> Any:
@@ -201,6 +202,8 @@ class Participant:
         trainer.fit_loop = type(old)(trainer, min_epochs=old.min_epochs, max_epochs=epochs)
         trainer.fit_loop.epoch_loop = type(old.epoch_loop)(trainer, min_steps=old.epoch_loop.min_steps, max_steps=steps)
         trainer.should_stop = False
+        # Callbacks change these in the middle of a fit.
+        trainer.accumulate_grad_batches, trainer.gradient_clip_val = self._accumulate, self._clip
 
     @torch.no_grad()
     def _predict(self, task: FederatedTask, request: Predict) -> Result:
