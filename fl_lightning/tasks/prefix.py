@@ -10,6 +10,11 @@ from torch import Tensor
 from fl_lightning.data.examples import Concatenated, Examples, View
 
 
+# Images per forward pass of the prefix, always just so many: a matrix product's last bits may depend on how many rows it has,
+# and which examples are missing depends on what ran before (a resumed run, another process).
+ENCODE_BATCH = 16
+
+
 class PrefixCache:
     """Turns examples into examples of activations that are computed the first time they are fetched.
 
@@ -49,7 +54,8 @@ class _Activations(Examples):
 
     def fetch(self, indices: Tensor) -> Tensor:
         missing = indices[~self.known[indices]].unique()
-        if len(missing):
-            self.kept[missing] = self.encode(self.root.fetch(missing))
-            self.known[missing] = True
+        for part in missing.split(ENCODE_BATCH) if len(missing) else ():
+            padded = torch.cat([part, part[:1].expand(ENCODE_BATCH - len(part))])
+            self.kept[part] = self.encode(self.root.fetch(padded))[: len(part)]
+            self.known[part] = True
         return self.kept[indices]

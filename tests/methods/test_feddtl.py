@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from federation.wire import recorded, replay
 from torch import Tensor
 
 from fl_lightning.aggregation import Mean
@@ -399,6 +401,57 @@ def test_cached_prefix_changes_nothing_but_time() -> None:
     assert plain.participant.tasks["policy"].cache is None
     assert largest_gap(lora_of(cached), lora_of(plain)) < 1e-4
     assert cached.history[-1]["base/loss"] == pytest.approx(plain.history[-1]["base/loss"], abs=1e-4)
+
+
+def test_cached_activations_do_not_depend_on_what_was_fetched_before() -> None:
+    """To the last bit: a resumed run and another process fill the cache in another order."""
+    loops = [make_loop(FedDTL(rounds=1)) for _ in range(2)]
+    stores = [loop.model.cached(loop.data.test_sets()["global"]) for loop in loops]
+    assert stores[0] is not None
+    assert stores[1] is not None
+    whole = stores[0].fetch(torch.arange(len(stores[0])))
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+    for part in order.split(7):
+        assert torch.equal(stores[1].fetch(part), whole[part])
+
+
+# ---- what every method shows
+
+
+def build_policy() -> ClipTask:
+    return ClipTask(pretrained=None, lora=LoRA(rank=2, last_blocks=2), logit_scale=20.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"sft_anchor": "client", "upload_limit": 3, "embedding_noise": 0.1}])
+def test_a_client_needs_its_message_its_data_and_its_memory_only(options: dict[str, Any]) -> None:
+    loop = make_loop(FedDTL(rounds=2, **options), make_data(shots=3))
+    with recorded(loop, build_policy, TRAINER) as parts:
+        loop.fit()
+    assert len(parts) == 10
+    replay(parts)
+
+
+def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = make_loop(FedDTL(rounds=3, sft_anchor="client"), make_data(shots=3))
+    whole.keep_last = 5
+    whole.fit(tmp_path)
+    for round in (1, 2):
+        again = make_loop(FedDTL(rounds=3, sft_anchor="client"), make_data(shots=3))
+        again.fit(None, tmp_path / "checkpoints" / f"round_{round:05d}")
+        assert largest_gap(lora_of(whole), lora_of(again)) == 0
+        assert largest_gap(whole.method.state_dict()["text_lora"], again.method.state_dict()["text_lora"]) == 0
+        for a, b in zip(whole.history, again.history, strict=True):
+            assert {k: v for k, v in a.items() if "time/" not in k} == {k: v for k, v in b.items() if "time/" not in k}
+
+
+def test_bf16_mixed_runs_both_stages() -> None:
+    loop = FederationLoop(progress=False)
+    loop.assemble(FedDTL(rounds=2), build_policy(), make_data(shots=3), {**TRAINER, "precision": "bf16-mixed"}, SEED)
+    before = {k: v.clone() for k, v in lora_of(loop).items()}
+    loop.fit()
+    after = lora_of(loop)
+    assert largest_gap(before, after) > 0
+    assert all(v.dtype == torch.float32 and torch.isfinite(v).all() for v in after.values())
 
 
 # ---- state
