@@ -34,6 +34,14 @@ def positions(part: Examples, whole: Examples) -> Tensor:
     return found[found >= 0]
 
 
+def _limited(sets: dict[str, Examples], limit: int | None) -> dict[str, Examples]:
+    """Every set with at most ``limit`` examples; a set under two names stays one set."""
+    if limit is None:
+        return sets
+    fewer = {id(e): e.select(torch.linspace(0, len(e) - 1, min(limit, len(e))).long()) for e in sets.values()}
+    return {name: fewer[id(examples)] for name, examples in sets.items()}
+
+
 class Evaluator:
     """Scores models on the sets that the data module offers.
 
@@ -41,11 +49,15 @@ class Evaluator:
         data: The data.
         info: Names and classes.
         participant: Runs forward passes.
+        limit: Most examples of a set to score (a dry run), spread evenly over it; None for all.
     """
 
-    def __init__(self, data: FederatedDataModule, info: DataInfo, participant: Participant) -> None:
+    def __init__(
+        self, data: FederatedDataModule, info: DataInfo, participant: Participant, limit: int | None = None
+    ) -> None:
         self.data, self.info, self.participant = data, info, participant
-        self.tests, self.vals = data.test_sets(), data.val_sets()
+        self.everywhere = data.test_sets()["global"].labels
+        self.tests, self.vals = (_limited(sets, limit) for sets in (data.test_sets(), data.val_sets()))
         self.shares = {key: positions(data.test(key), self.tests["global"]) for key in (*info.clients, *data.unseen)}
         self.held = {key: sorted(set(data.train(key).labels.tolist())) for key in info.clients}
 
@@ -115,7 +127,7 @@ class Evaluator:
             if "own" in found and len(self.data.test(key)):
                 own.append(restrict(found["own"], self.data.test(key).labels, classes))
             if "global" in found:
-                everywhere.append(restrict(found["global"], self.tests["global"].labels, classes))
+                everywhere.append(restrict(found["global"], self.everywhere, classes))
         row = personal_scores(own) if own else {}
         if everywhere:
             row |= {name.replace("/acc", "/global_acc"): value for name, value in personal_scores(everywhere).items()}

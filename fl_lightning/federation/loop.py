@@ -101,7 +101,7 @@ class FederationLoop:
         self.assemble_model(method, model, data.info, trainer, seed, data.batch_size)
         self.memory = MemoryStore()
         self.engine: Engine = SerialEngine(self.participant, data, self.memory)
-        self.evaluator = Evaluator(data, self.info, self.participant)
+        self.evaluator = Evaluator(data, self.info, self.participant, self.eval_batch_size if self.dry_run else None)
 
     def assemble_model(
         self,

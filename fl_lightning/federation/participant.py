@@ -97,6 +97,8 @@ class Participant:
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
         self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
         self._dry = bool(template.get("fast_dev_run"))
+        # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
+        self.trainer.limit_predict_batches = 1.0
 
     def run(self, steps: Steps, *owner: object) -> Any:
         """Drive a client program (or any generator of requests) to its end.
