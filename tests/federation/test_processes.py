@@ -76,7 +76,7 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     from fl_lightning.__main__ import main
 
-    arguments = [*FIT, "--method.init_args.rounds", "6", "--trainer.max_epochs", "10"]
+    arguments = [*FIT, "--method.init_args.rounds", "5", "--trainer.max_epochs", "6"]
     adam = ("--method.init_args.server_optimizer", "torch.optim.Adam", "--method.init_args.server_optimizer.lr", "0.01")
     arguments += adam
     process = subprocess.Popen(
@@ -101,9 +101,9 @@ def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     run(tmp_path, *words)
     whole = main([*arguments, "--trainer.default_root_dir", str(tmp_path / "whole"), "--federation.progress", "false"])
     assert rows(folder) == rows(whole.run_folder)  # type: ignore[attr-defined]
-    assert [row["round"] for row in rows(folder)] == [str(n) for n in range(7)]
-    for name, value in weights(whole.run_folder, 6).items():  # type: ignore[attr-defined]
-        assert torch.equal(weights(folder, 6)[name], value)
+    assert [row["round"] for row in rows(folder)] == [str(n) for n in range(6)]
+    for name, value in weights(whole.run_folder, 5).items():  # type: ignore[attr-defined]
+        assert torch.equal(weights(folder, 5)[name], value)
 
 
 def test_help_and_version_import_little() -> None:
