@@ -117,20 +117,28 @@ class Evaluator:
         return {"local_mean/acc": sum(accuracies) / len(accuracies)} if accuracies else {}
 
     def personal(self, engine: Engine, method: Method, round: int) -> dict[str, float]:
-        """Scores of the clients' own models: ``personal_mean/acc`` on their own shares, ``personal_mean/global_acc``."""
+        """Scores of the clients' own models: ``personal_mean/acc`` on their own shares of the test set,
+        ``val_personal_mean/acc`` on their validation examples, ``personal_mean/global_acc`` on the test set of all."""
         outputs = engine.evaluate(method.client(), method.broadcast(round), self.info.clients)
         if outputs is None:
             return {}
         classes = self.info.base_classes
-        own, everywhere = [], []
-        for key, found in outputs.items():
-            if "own" in found and len(self.data.test(key)):
-                own.append(restrict(found["own"], self.data.test(key).labels, classes))
-            if "global" in found:
-                everywhere.append(restrict(found["global"], self.everywhere, classes))
-        row = personal_scores(own) if own else {}
-        if everywhere:
-            row |= {name.replace("/acc", "/global_acc"): value for name, value in personal_scores(everywhere).items()}
+        labels = {
+            "own": lambda key: self.data.test(key).labels,
+            "val": lambda key: self.data.val(key).labels,
+            "global": lambda key: self.everywhere,
+        }
+        names = {"own": "personal_{}/acc", "val": "val_personal_{}/acc", "global": "personal_{}/global_acc"}
+        row: dict[str, float] = {}
+        for part, of in labels.items():
+            pairs = [
+                restrict(found[part], of(key), classes)
+                for key, found in outputs.items()
+                if part in found and len(of(key))
+            ]
+            for name, value in (personal_scores(pairs) if pairs else {}).items():
+                kind = name.removeprefix("personal_").removesuffix("/acc")
+                row[names[part].format(kind)] = value
         return row
 
     def confusion(self, request: Predict, round: int) -> tuple[Tensor, list[str]]:

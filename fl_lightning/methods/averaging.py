@@ -76,7 +76,8 @@ class AveragingClient(ClientProgram):
     def _personal(self, client: Client, message: Message) -> Steps:
         start = {**message.tensors["model"], **client.memory["buffers"]}
         own = yield Predict("model", client.test, start)
-        return {"own": own.outputs}
+        held_out = yield Predict("model", client.val, start)
+        return {"own": own.outputs, "val": held_out.outputs}
 
 
 class FedAvg(Method):

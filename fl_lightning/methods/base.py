@@ -163,8 +163,9 @@ class ClientProgram(ABC):
         """Yield `Fit`s and `Predict`s, receive `Result`s, return a `Reply`."""
 
     def evaluate(self, client: Client, message: Message) -> Steps | None:
-        """Personalised evaluation: yield requests, return ``{"own": logits, "global": logits}`` (both optional) for the
-        client's own share of the test set and for the test set of all. None: nothing is personal."""
+        """Personalised evaluation: yield requests, return ``{"own": logits, "val": logits, "global": logits}`` (each
+        optional) for the client's share of the test set, its validation examples, and the test set of all. None: nothing is
+        personal."""
         return None
 
 

@@ -24,8 +24,9 @@ class LocalOnlyClient(ClientProgram):
     def evaluate(self, client: Client, message: Message) -> Steps:
         start = self._model(client, message)
         own = yield Predict("model", client.test, start)
+        held_out = yield Predict("model", client.val, start)
         everywhere = yield Predict("model", client.shared_test, start)
-        return {"own": own.outputs, "global": everywhere.outputs}
+        return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
 
     def _model(self, client: Client, message: Message) -> Mapping[str, Any]:
         return client.memory["model"] if "model" in client.memory else message.tensors["model"]

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fl_lightning.data.examples import Concatenated, Examples, View
 
-
-# Images per forward pass of the prefix, always just so many: a matrix product's last bits may depend on how many rows it has,
-# and which examples are missing depends on what ran before (a resumed run, another process).
+# Images per forward pass of the prefix, always just so many: a matrix product's last bits may depend on how many rows it
+# has, and which examples are missing depends on what ran before (a resumed run, another process).
 ENCODE_BATCH = 16
 
 

@@ -85,3 +85,29 @@ def test_a_limit_takes_fewer_examples_of_every_set() -> None:
     assert {len(e) for e in judge.tests.values()} == {20}
     assert judge.tests["global"] is judge.tests["base"]
     assert judge.model(REQUEST, 0, validate=True)["client_mean/acc"] == 1.0
+
+
+def test_personal_models_are_scored_on_their_own_shares_validation_and_everything() -> None:
+    """Every client's model takes each image for the client's own class."""
+    judge = evaluator(Digits(), Pathological(1), None, num_clients=10)
+
+    def outputs(labels: Tensor, own: int) -> Tensor:
+        return torch.nn.functional.one_hot(torch.full((len(labels),), own), 10).float()
+
+    class Engine:
+        def evaluate(self, program: Any, message: Any, clients: Any) -> Any:
+            replies = {}
+            for key in clients:
+                (own,) = judge.held[key]
+                parts = {"own": judge.data.test(key), "val": judge.data.val(key), "global": judge.tests["global"]}
+                replies[key] = {part: outputs(examples.labels, own) for part, examples in parts.items()}
+            return replies
+
+    class Method:
+        def client(self) -> None: ...
+
+        def broadcast(self, round: int) -> None: ...
+
+    row = judge.personal(Engine(), Method(), 1)
+    assert row["personal_mean/acc"] == row["val_personal_worst/acc"] == 1.0
+    assert row["personal_mean/global_acc"] == pytest.approx(0.1, abs=0.01)
