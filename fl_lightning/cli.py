@@ -145,7 +145,7 @@ class FederatedCLI(LightningCLI):
             os.environ[_DRAWN_SEED] = str(config.seed_everything)
 
     def instantiate_classes(self) -> None:
-        self.config_init = self.parser.instantiate_classes(self.config)
+        self.config_init = self.parser.instantiate(self.config)
         self.datamodule: FederatedDataModule = self._get(self.config_init, "data")
         self.model: FederatedTask = self._get(self.config_init, "model")
         self.method: Method = self._get(self.config_init, "method")
@@ -284,7 +284,7 @@ class FederatedCLI(LightningCLI):
         config = self.config[self.config.subcommand].clone()
         for key in ("config", "ckpt_path"):
             config.pop(key, None)
-        return self._parser(self.subcommand).dump(config, skip_validation=True)
+        return self._parser(self.subcommand).dump(config, skip_unset=False, skip_validation=True)
 
     def config_hash(self) -> str:
         """A name for what the run computes."""
@@ -392,7 +392,7 @@ def run(arguments: list[str]) -> object:
             parser_kwargs={**parser_options, **{name: dict(parser_options) for name in FederatedCLI.subcommands()}},
             args=arguments,
         )
-    LightningCLI._run_subcommand(cli, cli.subcommand)
+    LightningCLI._run_subcommand(cli, str(cli.subcommand))
     return cli
 
 

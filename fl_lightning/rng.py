@@ -43,14 +43,17 @@ def owned_global_rng(seed: int, *owner: object) -> Iterator[None]:
     For code that we do not own and that draws from them: weight initialisation, dropout, torchvision's transforms.
     """
     value = derive_seed(seed, *owner)
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        random.seed(value)
-        np.random.seed(value % 2**32)  # noqa: NPY002
-        torch.manual_seed(value)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(value)  # torch.manual_seed looks for every kind of device: a millisecond
+    torch.cuda.manual_seed_all(value)  # kept for later where CUDA has not been initialised yet
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)

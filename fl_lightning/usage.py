@@ -84,8 +84,8 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
             reasons = errors[1].split(" - ")
             own = [reason for reason in reasons if not reason.startswith("Expected a ")]
             if own:  # a constructor's own words
-                by = re.search(r"class_path='([^']+)'", errors[2])
-                return f"{_short(by[1])}: {own[0]}" if by else own[0]
+                by_class = re.search(r"class_path='([^']+)'", errors[2])
+                return f"{_short(by_class[1])}: {own[0]}" if by_class else own[0]
             return f"{key} is {errors[2]}; allowed: {', '.join(_kind(r.removeprefix('Expected a ')) for r in reasons)}"
     return text
 
@@ -122,6 +122,7 @@ def _arguments(class_path: str) -> list[str]:
 
 
 def _subclasses(base: type) -> Iterator[type]:
+    child: type
     for child in base.__subclasses__():
         public = not child.__name__.startswith("_") and not child.__module__.startswith("test")
         if public and not getattr(child, "__abstractmethods__", None):

@@ -123,11 +123,11 @@ def global_draws(tree: ast.AST) -> list[str]:
             continue
         call, owned = named(node.func), any(k.arg == "generator" for k in node.keywords)
         last = call.rsplit(".", 1)[-1]
-        if re.match(r"random\.|torch\.(manual_seed|seed|cuda\.manual_seed\w*)$", call) or (
-            re.match(r"(np|numpy)\.random\.", call) and last not in ("default_rng", "Generator", "SeedSequence")
+        if (
+            re.match(r"random\.|torch\.(manual_seed|seed|cuda\.manual_seed\w*)$", call)
+            or (re.match(r"(np|numpy)\.random\.", call) and last not in ("default_rng", "Generator", "SeedSequence"))
+            or (not owned and call.startswith("torch.") and last in DRAWS)
         ):
-            found.append(call)
-        elif not owned and call.startswith("torch.") and last in DRAWS:
             found.append(call)
         elif not owned and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE:
             found.append(node.func.attr)

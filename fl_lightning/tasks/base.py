@@ -102,6 +102,13 @@ class FederatedTask(LightningModule):
 
     # ---- what Lightning calls
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the running hook sixty times a step; nn.Module would look for parameters in it each time.
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def on_fit_start(self) -> None:
         self.loss_sum, self.num_losses, self.lr_sum = torch.zeros((), device=self.device), 0, 0.0
 
