@@ -211,6 +211,8 @@ class Participant:
     def _predict(self, task: FederatedTask, request: Predict) -> Result:
         if request.data is None:
             raise ValueError("a Predict was executed without data")
+        if len(request.data) == 0:
+            return Result(outputs=torch.empty(0))
         trainer = self.trainer
         task.output = request.output
         task.eval()
@@ -218,7 +220,7 @@ class Participant:
         loader = BatchLoader(self._inputs(task, request.data), self.eval_batch_size)
         outputs: list[Tensor] = trainer.predict(task, loader)  # type: ignore[assignment]
         # Lightning predicts in inference mode; a copy outside of it can be trained on.
-        return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone() if outputs else torch.empty(0))
+        return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone())
 
 
 class ServerSide:

@@ -665,8 +665,7 @@ def main(arguments: list[str]) -> Path:
     parser.add_class_arguments(Study)
     given = parser.parse_args(arguments)
     given.pop("config", None)
-    build = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name changed in jsonargparse 4.49
-    study = Study(**vars(build(given)))
+    study = Study(**vars(parser.instantiate(given)))
     comparison = Comparison(study)
     comparison.folder.mkdir(parents=True, exist_ok=True)
     _write(comparison.folder / "study.yaml", yaml.safe_dump(_plain(given), sort_keys=False))
