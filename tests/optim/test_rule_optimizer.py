@@ -191,6 +191,39 @@ def test_schedulers_change_the_rate_of_the_base() -> None:
     assert equal(model, plain)
 
 
+@dataclass(frozen=True)
+class First(LocalRule):
+    """Asks for a second gradient and returns the first."""
+
+    def direction(
+        self, oracle: Oracle, params: Tensors, constants: Mapping[str, Any], carry: Any, step: int
+    ) -> tuple[Tensors, Any]:
+        gradient = oracle(params)
+        oracle(tree_map(torch.zeros_like, params))
+        return gradient, carry
+
+
+def test_a_gradient_that_was_handed_out_does_not_change() -> None:
+    """Not even where the closure zeroes gradients in place, so that both backward passes write into one buffer."""
+    model, plain = network(), network()
+    named = dict(model.named_parameters())
+    optimizer = RuleOptimizer(torch.optim.SGD(list(named.values()), lr=0.1), named, First(), {})
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y = batches()[0]
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    reference.step(closure_of(plain, reference, (x, y)))
+    assert equal(model, plain)
+
+
 def test_a_rule_needs_a_closure() -> None:
     named = dict(network().named_parameters())
     optimizer = RuleOptimizer(torch.optim.SGD(list(named.values()), lr=0.1), named, Sharpness(), {})

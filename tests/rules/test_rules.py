@@ -45,4 +45,6 @@ def test_rules_run_under_vmap() -> None:
     def one(start: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         return rule.direction(quadratic, {"w": now}, rule.constants({"w": start}, {}), {}, 0)[0]["w"]
 
-    assert torch.equal(torch.func.vmap(one)(starts, nows), torch.stack([one(a, b) for a, b in zip(starts, nows)]))
+    assert torch.equal(
+        torch.func.vmap(one)(starts, nows), torch.stack([one(a, b) for a, b in zip(starts, nows, strict=True)])
+    )
