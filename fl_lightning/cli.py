@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping
@@ -184,6 +185,8 @@ class FederatedCLI(LightningCLI):
         except ValueError as error:
             if self.loop.round > 0:  # no wrong argument, then: it wants its traceback
                 raise
+            if self.run_folder is not None and checkpoint is None:
+                shutil.rmtree(self.run_folder)  # nothing was trained: no run
             raise SystemExit(fail(str(error))) from error
         except (KeyboardInterrupt, SystemExit):
             if self.run_folder is not None:

@@ -80,7 +80,7 @@ def test_a_wrong_argument_is_one_line_and_no_run(argument: str, folder: Path, ca
     assert len(lines) == 1
     assert re.fullmatch(f"error: .*{WRONG[argument]}.*", lines[0])
     assert len(lines[0]) < 700
-    assert not list(folder.rglob("metrics.csv"))
+    assert not list(folder.rglob("version_*"))
 
 
 BROKEN = {
