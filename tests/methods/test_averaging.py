@@ -47,6 +47,7 @@ def plain_federation(
     uniform: bool = False,
     batch_size: int = 4,
     sizes: tuple[int, ...] = SIZES,
+    scale: Callable[[int], float] = lambda round: 1.0,
 ) -> dict[str, Tensor]:
     """Federated optimisation (Reddi et al., 2021, Algorithm 2) in a dozen lines, without Lightning."""
     built = task(network)
@@ -74,7 +75,7 @@ def plain_federation(
                     gradients = torch.autograd.grad(loss, list(world.parameters()))
                     with torch.no_grad():
                         for w, g in zip(world.parameters(), gradients, strict=True):
-                            w -= lr * g
+                            w -= lr * scale(round) * g
             weight = 1 / len(sizes) if uniform else size / sum(sizes)
             for t, ours, theirs in zip(total, world.parameters(), parameters, strict=True):
                 t += weight * (ours.detach() - theirs.detach())
@@ -152,6 +153,18 @@ def test_fedprox_equals_a_plain_loop() -> None:
     ours = state_after(FedProx(mu=0.8, rounds=3), trainer={"max_epochs": 2})
     close(ours, plain_federation(3, epochs=2, mu=0.8))
     assert not torch.allclose(ours["network.1.weight"], plain_federation(3, epochs=2)["network.1.weight"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scales"),
+    [
+        ({"lr_decay": 0.5}, [1.0, 0.5, 0.25, 0.125]),
+        ({"lr_schedule": "cosine"}, [1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5]),
+        ({"lr_schedule": "cosine", "lr_decay": 0.5}, [1.0, 0.25 + 0.125**0.5 / 2, 0.125, 0.0625 - 0.125**0.5 / 8]),
+    ],
+)
+def test_the_clients_learning_rate_over_the_rounds(arguments: dict[str, Any], scales: list[float]) -> None:
+    close(state_after(FedAvg(rounds=4, **arguments)), plain_federation(4, scale=lambda round: scales[round - 1]))
 
 
 def test_fedadam_by_hand() -> None:
@@ -326,6 +339,8 @@ def test_local_only_of_a_cohort_pays_when_a_client_is_first_reached() -> None:
         (lambda: FedAvg(rounds=0), "rounds is 0; it must be at least 1"),
         (lambda: FedAvg(weighting="size"), "'size'; allowed: 'examples', 'uniform'"),  # type: ignore[arg-type]
         (lambda: FedAvg(buffers="none"), "'none'; allowed: 'average', 'local', 'global'"),  # type: ignore[arg-type]
+        (lambda: FedAvg(lr_decay=0.0), r"lr_decay is 0.0; it must be in \(0, 1\]"),
+        (lambda: FedAvg(lr_schedule="linear"), "'linear'; allowed: 'constant', 'cosine'"),  # type: ignore[arg-type]
         (lambda: FedProx(mu=-1), "mu is -1; it must be at least 0"),
     ],
 )
