@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from federation.wire import recorded, replay
+from PIL import Image
 from torch import Tensor
 
+from fl_lightning.__main__ import main
 from fl_lightning.aggregation import Mean
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.partition import Pathological
@@ -452,6 +454,30 @@ def test_bf16_mixed_runs_both_stages() -> None:
     after = lora_of(loop)
     assert largest_gap(before, after) > 0
     assert all(v.dtype == torch.float32 and torch.isfinite(v).all() for v in after.values())
+
+
+def test_a_run_can_be_tested_and_label_images_through_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Path(__file__).parents[2] / "configs" / "feddtl.yaml"
+    quick = ["--method.init_args.rounds=2", "--data.shots=4", "--federation.progress=false", "--trainer.logger=false"]
+    run = main(["fit", f"--config={config}", *quick])
+    checkpoint = f"--ckpt_path={run.run_folder / 'checkpoints' / 'round_00002'}"
+    scores = main(["test", checkpoint]).scores
+    assert {name: scores[name] for name in ("base/acc", "novel/acc")} == {
+        name: run.loop.history[-1][name] for name in ("base/acc", "novel/acc")
+    }
+    (tmp_path / "images").mkdir()
+    digit = Digits().load(image_size=None, channels=None, seed=0).test
+    seven = int((digit.labels == 7).nonzero()[0])
+    pixels = (255 * digit.fetch(torch.tensor([seven]))[0, 0]).byte().numpy()
+    Image.fromarray(pixels).save(tmp_path / "images" / "a.png")  # 8 x 8, grey: brought to the model's size and channels
+    main(["predict", checkpoint, "--images=images", "--output=labels.csv"])
+    path, label, confidence = (tmp_path / "labels.csv").read_text().splitlines()[1].split(",")
+    assert Path(path).name == "a.png"
+    assert label in run.loop.info.class_names
+    assert 0.1 <= float(confidence) <= 1
 
 
 # ---- state
