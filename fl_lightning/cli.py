@@ -168,18 +168,18 @@ class FederatedCLI(LightningCLI):
         with usage_errors():
             self.assemble()
         self.loop.launch()
-        dry = self.loop.dry_run
+        text = self.config_text()
         if self.loop.progress:
             self.loop.callbacks.append(ProgressDisplay())
-        if not dry:
+        if not self.loop.dry_run:
             loggers: list[Logger] = []
             if self.loop.is_main:
                 self.run_folder = checkpoint.parent.parent if checkpoint else self.new_folder()
-                (self.run_folder / "config.yaml").write_text(self.config_text())
+                (self.run_folder / "config.yaml").write_text(text)
                 loggers = self.loggers(self.run_folder)
             # On every process, since what it evaluates at the end is computed by all of them together.
             self.loop.callbacks.insert(0, Recorder(self.run_folder or Path(), loggers))
-        facts = {"config": self.config_text(), "config_hash": self.config_hash()}
+        facts = {"config": text, "config_hash": config_hash(yaml.safe_load(text))}
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
         except ValueError as error:

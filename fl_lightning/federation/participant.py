@@ -140,8 +140,9 @@ class Participant:
         if unknown:
             raise ValueError(f"a fit overrides {sorted(unknown)}; allowed: {', '.join(_OVERRIDES)}")
         for name, value in fit.overrides.items():
-            if value < (0 if name in ("lr", "lr_scale") else 1):
-                raise ValueError(f"a fit overrides {name} with {value}; it must be at least {0 if name == 'lr' else 1}")
+            least = 0 if name in ("lr", "lr_scale") else 1
+            if value < least:
+                raise ValueError(f"a fit overrides {name} with {value}; it must be at least {least}")
         if len(fit.data) == 0:
             raise ValueError(f"a fit of task {fit.task!r} was given no examples")
         trainer = self.trainer
