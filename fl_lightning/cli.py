@@ -1,4 +1,4 @@
-"""The command line: ``fit``, ``validate``, ``test``, ``predict``, ``partition`` and ``compare``."""
+"""The command line: ``fit``, ``validate``, ``test``, ``predict``, ``partition``, ``compare`` and ``flatness``."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ import fl_lightning.methods
 import fl_lightning.models
 import fl_lightning.tasks  # noqa: F401
 from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.federation.flatness import FlatnessMeter
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
-from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.recorder import Recorder, write_json
 from fl_lightning.federation.state import CheckpointFolder, read_checkpoint
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
@@ -50,6 +51,7 @@ _NOT_MEANING = {
     "ckpt_path": None,
     "images": None,
     "output": None,
+    "meter": None,
     "federation": ("name", "progress", "checkpoint_every", "keep_last", "monitor"),
     "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),
 }
@@ -101,6 +103,17 @@ class Verbs(Trainer):
     def compare(self) -> None:
         """Run variants of a configuration over seeds and tabulate them (see compare --help)."""
 
+    def flatness(
+        self, ckpt_path: str | None = None, meter: FlatnessMeter | None = None, output: str | None = None
+    ) -> None:
+        """Measure how flat the loss is around the global model of a round checkpoint: a table, flatness.json, pictures.
+
+        Args:
+            ckpt_path: A round checkpoint, a run's folder, or "last".
+            meter: What to measure; by default what the run's own FlatnessMeter does, or any does by default.
+            output: Folder of the files, made if need be; by default the run's.
+        """
+
 
 class FederatedCLI(LightningCLI):
     """One run of the command line, from a configuration to its end.
@@ -115,7 +128,7 @@ class FederatedCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {name: set() for name in ("fit", "validate", "test", "predict", "partition", "compare")}
+        return {name: set() for name in ("fit", "validate", "test", "predict", "partition", "compare", "flatness")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_subclass_arguments(Method, "method", required=True)
@@ -251,6 +264,29 @@ class FederatedCLI(LightningCLI):
             print(f"{name}: {value:.4f}")
         plot_counts(counts, names, data.partition.clients).savefig(output, dpi=120, bbox_inches="tight")
         print(f"picture: {output}   partition hash: {data.partition.hash}")
+
+    def flatness(
+        self, ckpt_path: str | None = None, meter: FlatnessMeter | None = None, output: str | None = None
+    ) -> None:
+        with usage_errors():
+            path = self.checkpoint(ckpt_path)
+            state, _ = read_checkpoint(path)
+            self.assemble()
+            self.loop.restore(state)
+            own = [callback for callback in self.loop.callbacks if isinstance(callback, FlatnessMeter)]
+            meter = meter or next(iter(own), None) or FlatnessMeter()
+            meter.on_start(self.loop)
+            folder = Path(output) if output else path.parent.parent
+            folder.mkdir(parents=True, exist_ok=True)
+        measured = meter.values(self.loop)
+        self.scores = {name: value for name, value in measured.items() if not name.startswith("time/")}
+        width = max(map(len, self.scores))
+        for name, value in self.scores.items():
+            print(f"{name:<{width}}  {value:.6g}")
+        report = {"checkpoint": str(path), "round": self.loop.round, "settings": meter.settings, "metrics": self.scores}
+        write_json(folder / "flatness.json", report)
+        pictures = meter.draw(self.loop, folder)
+        print(f"files: {', '.join(map(str, [folder / 'flatness.json', *pictures]))}")
 
     # ---- helpers
 
@@ -400,7 +436,7 @@ def run(arguments: list[str]) -> object:
 
 
 def _with_config_of_checkpoint(arguments: list[str]) -> list[str]:
-    """``predict``, ``test`` and ``validate`` of a checkpoint need no ``--config``: the checkpoint holds its own."""
+    """What is done with a checkpoint (``test``, ``flatness``, ...) needs no ``--config``: the checkpoint holds its own."""
     given = [
         a.split("=", 1)[1] if "=" in a else b for a, b in pairwise([*arguments, ""]) if re.match("--ckpt_path(=|$)", a)
     ]

@@ -11,6 +11,7 @@ import torch
 from fl_lightning.data import (
     sources,  # noqa: F401  so that the command line knows the sources by their short names
 )
+from fl_lightning.data.augmentation import Augmentation
 from fl_lightning.data.examples import Concatenated, DataInfo, Examples
 from fl_lightning.data.partition import (
     IID,
@@ -51,6 +52,8 @@ class FederatedDataModule(lightning.LightningDataModule):
         unseen_clients: Clients that are evaluated but never trained: their number, drawn by seed, or their keys.
         min_client_size: Least number of training examples of a client; see `partition` for the repair.
         allow_empty: Leave clients without examples as they are. They take no part in training.
+        augmentation: Random changes of the training images, in this order, drawn anew each time an image is trained on;
+            none by default. Whatever is only predicted or evaluated is left as it is.
         seed: Owner seed of all draws; None lets the command line set the run's seed, and is 0 otherwise.
     """
 
@@ -70,6 +73,7 @@ class FederatedDataModule(lightning.LightningDataModule):
         unseen_clients: int | list[int | str] = 0,
         min_client_size: int = 1,
         allow_empty: bool = False,
+        augmentation: list[Augmentation] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -89,6 +93,7 @@ class FederatedDataModule(lightning.LightningDataModule):
         self.base_fraction, self.base_classes = base_fraction, base_classes
         self.unseen_clients = unseen_clients
         self.min_client_size, self.allow_empty = min_client_size, allow_empty
+        self.augmentation = tuple(augmentation or ())
         self.seed = seed
         self._ready_for: int | None = None
 
@@ -122,6 +127,8 @@ class FederatedDataModule(lightning.LightningDataModule):
         ).through(pool)
         self._splits, self._partition = splits, division
         self._train = _views(splits.train, division)
+        for examples in self._train.values():
+            examples.augmentation = self.augmentation
         self._val = _views(val, self._mirrored(val, val_pool, seed, "val"))
         self._test = _views(splits.test, self._mirrored(splits.test, np.arange(len(splits.test)), seed, "test"))
         self._unseen = self._draw_unseen(seed)

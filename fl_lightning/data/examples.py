@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.data.augmentation import Augmentation
+
 
 class Examples(ABC):
     """A set of labelled examples that can be fetched by index, many at a time.
@@ -17,10 +19,13 @@ class Examples(ABC):
     Attributes:
         labels: Class of every example, (N,), int64.
         domains: Domain (or site) of every example, (N,), int64; zeros where the set has one domain.
+        augmentation: Random changes that a fit makes to the inputs after fetching them; nobody else does. Views inherit
+            them.
     """
 
     labels: Tensor
     domains: Tensor
+    augmentation: tuple[Augmentation, ...] = ()
 
     @abstractmethod
     def fetch(self, indices: Tensor) -> Tensor:
@@ -70,6 +75,7 @@ class View(Examples):
     indices: Tensor
 
     def __init__(self, source: Examples, indices: Tensor) -> None:
+        self.augmentation = source.augmentation
         if isinstance(source, View):
             indices = source.indices[indices]
         self.source = source.source if isinstance(source, View) else source

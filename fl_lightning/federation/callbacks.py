@@ -21,6 +21,14 @@ class FederationCallback:
     def on_stage(self, loop: FederationLoop, stage: str, done: int, total: int) -> None:
         """A phase of the round goes on: ``done`` of ``total`` parts are finished."""
 
+    def measure(self, loop: FederationLoop) -> Row:
+        """Numbers of your own for the row of the round that is just over (0: before the first), by column name.
+
+        Asked on every round, before the row is kept; {} where there is nothing to say. A resumed run must get the same
+        numbers, and the federation must go on as if nothing had been measured: own what is drawn, put back what is changed.
+        """
+        return {}
+
     def on_round_end(self, loop: FederationLoop, row: Row) -> None:
         """A round (0: before the first) is over and stands in ``loop.history``; its scores, where it was evaluated."""
 

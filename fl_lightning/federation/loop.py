@@ -205,6 +205,7 @@ class FederationLoop:
         row = {f"client/{name}": value for name, value in total.metrics.items()} | numbers
         row |= {
             "round/clients": float(len(cohort)),
+            "round/gradients": float(total.num_gradients),
             "comm/bytes_up": float(total.bytes_up),
             "comm/bytes_down": float(total.bytes_down),
         }
@@ -222,6 +223,8 @@ class FederationLoop:
             with _timed(timings, "evaluate"):
                 self._call("on_stage", "evaluate", 1, 1)
                 row |= self.evaluate()
+        for callback in self.callbacks:
+            row |= callback.measure(self)
         timings["round"] = time.perf_counter() - started
         row |= {f"time/{name}": value for name, value in timings.items()}
         for name, value in timings.items():

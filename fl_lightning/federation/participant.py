@@ -11,10 +11,12 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from fl_lightning.data.augmentation import augment, draw
 from fl_lightning.data.examples import Examples
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
+from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import owned_global_rng, torch_generator
-from fl_lightning.rules.base import Composed
+from fl_lightning.rules.base import Composed, LocalRule
 from fl_lightning.tasks.base import Batch, FederatedTask
 
 # What a client fit never does: it writes no file, draws no bar, checks no sanity.
@@ -41,6 +43,7 @@ class BatchLoader:
         generator: Shuffles anew each time the loader is iterated; None keeps the order.
         rank: Number of this device.
         world_size: Number of devices.
+        draws: Draws the examples' augmentation, for the whole batch on every device; None leaves the inputs as they are.
     """
 
     def __init__(
@@ -50,9 +53,10 @@ class BatchLoader:
         generator: torch.Generator | None = None,
         rank: int = 0,
         world_size: int = 1,
+        draws: torch.Generator | None = None,
     ) -> None:
         self.examples, self.batch_size, self.generator = examples, batch_size, generator
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.draws = rank, world_size, draws
 
     def __len__(self) -> int:
         return math.ceil(len(self.examples) / self.batch_size)
@@ -62,11 +66,17 @@ class BatchLoader:
         order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
         for batch in order.split(self.batch_size):
             scale = 1.0
+            draws = None if self.draws is None else draw(self.examples.augmentation, len(batch), self.draws)
             if self.world_size > 1:
-                share = batch[self.rank :: self.world_size]
+                share = torch.arange(len(batch))[self.rank :: self.world_size]
                 scale = len(share) * self.world_size / len(batch)
-                batch = share if len(share) else batch[:1]  # with scale 0: every device must take part in a step
-            yield Batch(self.examples.fetch(batch), self.examples.labels[batch], scale)
+                if not len(share):
+                    share = torch.tensor([0])  # with scale 0: every device must take part in a step
+                batch, draws = batch[share], draws if draws is None else draws[share]
+            inputs = self.examples.fetch(batch)
+            if draws is not None:
+                inputs = augment(self.examples.augmentation, inputs, draws)
+            yield Batch(inputs, self.examples.labels[batch], scale)
 
 
 class Participant:
@@ -97,6 +107,7 @@ class Participant:
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
         self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
         self._dry = bool(template.get("fast_dev_run"))
+        self.num_gradients = 0  # backward passes of all fits so far
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
 
@@ -153,6 +164,11 @@ class Participant:
                     "calls a step's closure once only; use bf16-mixed or 32-true"
                 )
             task.rule = fit.rules[0] if len(fit.rules) == 1 else Composed(fit.rules)
+            if task.rule.perturbs and trainer.accumulate_grad_batches != 1:
+                raise ValueError(
+                    f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; it must be 1 where "
+                    "gradients are taken at perturbed weights: of a step's batches only the last one would be"
+                )
         if "lr" in fit.overrides:
             task.learning_rate = float(fit.overrides["lr"])
         task.lr_scale = float(fit.overrides.get("lr_scale", 1.0))
@@ -161,12 +177,15 @@ class Participant:
         trainer.callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]  # type: ignore[attr-defined]
         generator = torch_generator(self.seed, *owner, *fit.key, "shuffle")
         batch_size = int(fit.overrides.get("batch_size", self.batch_size))
-        data = self._inputs(task, fit.data)
-        loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size)
+        draws = torch_generator(self.seed, *owner, *fit.key, "augment") if fit.data.augmentation else None
+        data = self._inputs(task, fit.data, keep=draws is None)
+        loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size, draws)
         task.train()
         try:
             trainer.fit(task, loader)
             num_steps = trainer.global_step
+            outcome = self._outcome(task.rule)
+            self.num_gradients += task.num_gradients
         finally:
             self._release()
         if trainer.world_size > 1:
@@ -177,7 +196,17 @@ class Participant:
             num_steps=num_steps,
             lr_sum=task.lr_sum,
             metrics=task.fit_metrics(),
+            num_gradients=task.num_gradients,
+            outcome=outcome,
         )
+
+    def _outcome(self, rule: LocalRule | None) -> dict[str, dict[str, Tensor]]:
+        """What the rule hands back from its last step."""
+        optimizer = self.trainer.optimizers[0]
+        if rule is None or not isinstance(optimizer, RuleOptimizer):
+            return {}
+        groups = rule.outcome(optimizer.carry)
+        return {g: {n: value.detach().to("cpu", copy=True) for n, value in t.items()} for g, t in groups.items()}
 
     def _release(self) -> None:
         """Let go of the optimizer, its state, the examples and the callbacks, which the Trainer would keep until the next
@@ -188,9 +217,9 @@ class Participant:
         self._rewind({})
 
     @staticmethod
-    def _inputs(task: FederatedTask, examples: Examples) -> Examples:
-        """The examples, or what the task has kept of them."""
-        cached = task.cached(examples)
+    def _inputs(task: FederatedTask, examples: Examples, keep: bool = True) -> Examples:
+        """The examples, or what the task has kept of them; nothing of inputs that will be changed at random is kept."""
+        cached = task.cached(examples) if keep else None
         task.inputs_are_cached = cached is not None
         return examples if cached is None else cached
 

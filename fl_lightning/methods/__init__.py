@@ -2,8 +2,47 @@
 
 from fl_lightning.methods.averaging import FedAvg
 from fl_lightning.methods.base import ClientProgram, Fit, Method, Predict, Reply, Result
+from fl_lightning.methods.fedacg import FedACG
+from fl_lightning.methods.fedasam import FedASAM
+from fl_lightning.methods.fedcm import FedCM
 from fl_lightning.methods.feddtl import FedDTL
+from fl_lightning.methods.feddyn import FedDyn
+from fl_lightning.methods.fedgamma import FedGAMMA
+from fl_lightning.methods.fedgloss import FedGloSS
+from fl_lightning.methods.fedlesam import FedLESAM
+from fl_lightning.methods.fednesterov import FedNesterov
+from fl_lightning.methods.fednsam import FedNSAM
 from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.fedsam import FedSAM
+from fl_lightning.methods.fedsmoo import FedSMOO
+from fl_lightning.methods.fedspeed import FedSpeed
 from fl_lightning.methods.local_only import LocalOnly
+from fl_lightning.methods.mofedsam import MoFedSAM
+from fl_lightning.methods.scaffold import SCAFFOLD
 
-__all__ = ["ClientProgram", "FedAvg", "FedDTL", "FedProx", "Fit", "LocalOnly", "Method", "Predict", "Reply", "Result"]
+__all__ = [
+    "SCAFFOLD",
+    "ClientProgram",
+    "FedACG",
+    "FedASAM",
+    "FedAvg",
+    "FedCM",
+    "FedDTL",
+    "FedDyn",
+    "FedGAMMA",
+    "FedGloSS",
+    "FedLESAM",
+    "FedNSAM",
+    "FedNesterov",
+    "FedProx",
+    "FedSAM",
+    "FedSMOO",
+    "FedSpeed",
+    "Fit",
+    "LocalOnly",
+    "Method",
+    "MoFedSAM",
+    "Predict",
+    "Reply",
+    "Result",
+]

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import DataInfo
-from fl_lightning.message import Group, Message, Tensors
+from fl_lightning.message import Group, Groups, Message, Tensors
 from fl_lightning.methods.base import (
     SERVER,
     Client,
@@ -33,6 +33,7 @@ from fl_lightning.rules.base import LocalRule
 from fl_lightning.tasks.base import FederatedTask
 
 BufferPolicy = Literal["average", "local", "global"]
+_LOADED = ("model", "buffers", "memory/buffers")  # the fit starts from them; rules get the start by itself
 
 
 @dataclass(frozen=True)
@@ -51,24 +52,47 @@ class AveragingClient(ClientProgram):
         return ()
 
     def update(self, client: Client, message: Message) -> Steps:
+        given = {**message.tensors, **{f"memory/{group}": value for group, value in client.memory.items()}}
         result = yield Fit(
             "model",
             data=client.train,
             start={**message.tensors["model"], **message.tensors["buffers"], **client.memory.get("buffers", {})},
-            given={**message.tensors, **{f"memory/{group}": value for group, value in client.memory.items()}},
+            given={group: value for group, value in given.items() if group not in _LOADED},
             rules=self.rules(client, message),
             overrides={"lr_scale": message.scalars["lr_scale"]},
         )
-        return self.finish(client, message, result)
-
-    def finish(self, client: Client, message: Message, result: Result) -> Any:
-        """The reply after the fit."""
         update = difference(result.params, message.tensors["model"])
-        groups = {"model": update}
+        groups = {
+            "model": self.sent(client, message, result, update),
+            **self.upload(client, message, result, update),
+        }
+        memory = {**self.remember(client, message, result, update)}
         if self.buffers == "average":
             groups["buffers"] = difference(result.buffers, message.tensors["buffers"])
-        memory = {"buffers": result.buffers} if self.buffers == "local" else None
-        return client.reply(groups, memory=memory, metrics={**result.metrics, "update_square": square_norm(update)})
+        elif self.buffers == "local":
+            memory["buffers"] = result.buffers
+        return client.reply(
+            groups,
+            scalars=self.scalars(result),
+            memory=memory or None,
+            metrics={**result.metrics, "update_square": square_norm(update)},
+        )
+
+    def sent(self, client: Client, message: Message, result: Result, update: Tensors) -> Tensors:
+        """What goes into the mean: how the model has changed."""
+        return update
+
+    def upload(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+        """Groups that the reply holds beside the update."""
+        return {}
+
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+        """The client's new memory, whole (buffers aside); {} where a method needs none."""
+        return {}
+
+    def scalars(self, result: Result) -> dict[str, float]:
+        """Numbers that the reply holds."""
+        return {}
 
     def evaluate(self, client: Client, message: Message) -> Steps | None:
         return self._personal(client, message) if self.buffers == "local" and client.memory else None
@@ -146,11 +170,16 @@ class FedAvg(Method):
         return 1.0 if self.weighting == "uniform" else super().weight(message)
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
-        drift = client_drift(total, total.groups["model"], self.parameters)
-        self.step(total.groups["model"])
+        mean = total.groups["model"]
+        drift = client_drift(total, mean, self.parameters)
+        self.step(self.global_update(total))
         for name, change in total.groups.get("buffers", {}).items():
             self.buffers[name] = self.buffers[name] + change
-        return {"server/client_drift": drift, "server/update_norm": math.sqrt(square_norm(total.groups["model"]))}
+        return {"server/client_drift": drift, "server/update_norm": math.sqrt(square_norm(mean))}
+
+    def global_update(self, total: Reduced) -> Tensors:
+        """What the server's optimizer follows: the mean of the clients' updates."""
+        return total.groups["model"]
 
     def step(self, update: Tensors) -> None:
         """One step of the server's optimizer; minus the update stands for the gradient (Reddi et al., 2021)."""
@@ -158,6 +187,13 @@ class FedAvg(Method):
             parameter.grad = -update[name]
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def momentum(self) -> dict[str, Tensor] | None:
+        """SGD's momentum as a displacement: minus learning rate times buffer."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        state = self.optimizer.state  # a defaultdict: asking must not add to it
+        buffers = {name: state[p].get("momentum_buffer") if p in state else None for name, p in self.parameters.items()}
+        return {n: -rate * b for n, b in buffers.items() if b is not None} if None not in buffers.values() else None
 
     def state(self) -> dict[str, Tensor]:
         """The global model."""

@@ -82,6 +82,8 @@ class Result:
         num_steps: Optimizer steps taken.
         lr_sum: Sum of the learning rate over these steps.
         metrics: Means over the fit.
+        num_gradients: Backward passes taken.
+        outcome: Groups of tensors that the rules hand back; see `LocalRule.outcome`.
     """
 
     params: dict[str, Tensor] = field(default_factory=dict)
@@ -90,6 +92,8 @@ class Result:
     num_steps: int = 0
     lr_sum: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    num_gradients: int = 0
+    outcome: Groups = field(default_factory=dict)
 
 
 Steps = Generator[Fit | Predict, Result, Any]
@@ -171,11 +175,12 @@ class ClientProgram(ABC):
 
 class Reduced(Protocol):
     """What the server sees of a round's replies: groups as their reducers left them, who replied, examples in all, and
-    the means of the clients' metrics, weighted as replies are."""
+    the means of the messages' scalars and of the clients' metrics, weighted as replies are."""
 
     groups: dict[str, Any]
     clients: tuple[str, ...]
     num_examples: int
+    scalars: dict[str, float]
     metrics: dict[str, float]
 
 
@@ -245,6 +250,11 @@ class Method(ABC):
     @abstractmethod
     def evaluations(self) -> dict[str, Predict]:
         """Models to score on the test sets, by prefix; "" is the model whose accuracy is reported."""
+
+    def momentum(self) -> dict[str, Tensor] | None:
+        """The displacement of the global parameters that the server carries from round to round, downhill; None where it
+        has none (yet). For meters."""
+        return None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""Networks that a YAML can name; CLIP is in `fl_lightning.models.clip`, which imports open_clip when it is used."""
+"""Networks that a YAML can name; CLIP is in `fl_lightning.models.clip`. Libraries of models are imported when used."""
 
+from fl_lightning.models.convnets import VGG11, LeNet5, ResNet8, ResNet18
 from fl_lightning.models.mlp import MLP
+from fl_lightning.models.timm_model import TimmModel
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "VGG11", "LeNet5", "ResNet8", "ResNet18", "TimmModel"]

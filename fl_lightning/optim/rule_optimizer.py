@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ def rule_step(
     constants: Mapping[str, Any],
     carry: Any,
     step: int,
+    elsewhere: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    unvisited: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run a rule eagerly and leave its direction in the parameters' ``.grad``; returns the new carry.
 
     Whatever parameters the rule asks gradients at, the parameters' own values are back, bit for bit, when this returns or
-    raises.
+    raises: they are lent other storage, never written. Every gradient of the step sees the same random numbers (dropout).
 
     Args:
         parameters: Trainable parameters by name.
@@ -32,32 +35,53 @@ def rule_step(
         constants: From ``rule.constants``.
         carry: From the last step.
         step: Steps taken before this one.
+        elsewhere: Entered around gradients at other parameters than the current ones, and around repeated ones.
+        unvisited: Called at the end of a step that asked for no gradient at the current parameters.
     """
     live = {name: parameter.detach() for name, parameter in parameters.items()}
+    device = next(iter(live.values())).device
+    randomness: list[Tensor] = []
+    visited = False
 
     def oracle(at: Tensors) -> dict[str, Tensor]:
+        nonlocal visited
         moved = {name: value for name, value in at.items() if value is not live[name]}
-        kept = {name: live[name].clone() for name in moved}
+        repeated, visited = visited, visited or not moved
+        _replay(randomness, device)
         try:
-            with torch.no_grad():
-                for name, value in moved.items():
-                    live[name].copy_(value)
-            with torch.enable_grad():
+            for name, value in moved.items():
+                parameters[name].data = value
+            with torch.enable_grad(), elsewhere() if moved or repeated else nullcontext():
                 closure()
         finally:
-            with torch.no_grad():
-                for name, value in kept.items():
-                    live[name].copy_(value)
-        # A later call of the closure may write into the same .grad buffers, so what is handed out must be a copy.
-        return {
-            name: torch.zeros_like(live[name]) if parameter.grad is None else parameter.grad.detach().clone()
+            for name in moved:
+                parameters[name].data = live[name]
+        found = {
+            name: torch.zeros_like(live[name]) if parameter.grad is None else parameter.grad.detach()
             for name, parameter in parameters.items()
         }
+        for parameter in parameters.values():
+            parameter.grad = None  # what is handed out belongs to the rule: a later backward must not write into it
+        return found
 
     direction, carry = rule.direction(oracle, live, constants, carry, step)
+    if not visited:
+        _replay(randomness, device)
+        unvisited()
     for name, parameter in parameters.items():
         parameter.grad = direction[name].detach()
     return carry
+
+
+def _replay(state: list[Tensor], device: torch.device) -> None:
+    """Keep the state of the global generators the first time; go back to it afterwards."""
+    get, put = (torch.cuda.get_rng_state, torch.cuda.set_rng_state) if device.type == "cuda" else (None, None)
+    if not state:
+        state += [torch.get_rng_state(), *([get(device)] if get else [])]
+        return
+    torch.set_rng_state(state[0])
+    if put:
+        put(state[1], device)
 
 
 class RuleOptimizer(Optimizer):
@@ -70,6 +94,8 @@ class RuleOptimizer(Optimizer):
         parameters: Trainable parameters by name.
         rule: The rule.
         given: Groups for ``rule.constants``, on the parameters' device.
+        elsewhere: Entered around gradients at other parameters than the current ones, to leave no trace of them.
+        unvisited: Called at the end of a step that asked for no gradient at the current parameters.
     """
 
     def __init__(
@@ -78,8 +104,11 @@ class RuleOptimizer(Optimizer):
         parameters: Mapping[str, nn.Parameter],
         rule: LocalRule,
         given: Mapping[str, Tensors],
+        elsewhere: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        unvisited: Callable[[], None] = lambda: None,
     ) -> None:
         self.base, self.parameters, self.rule = base, dict(parameters), rule
+        self.elsewhere, self.unvisited = elsewhere, unvisited
         super().__init__(base.param_groups, base.defaults)
         self.param_groups, self.state = base.param_groups, base.state  # one truth, for schedulers and state dicts
         start = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
@@ -100,7 +129,14 @@ class RuleOptimizer(Optimizer):
             )
         results: list[Any] = []
         self.carry = rule_step(
-            self.parameters, lambda: results.append(closure()), self.rule, self.constants, self.carry, self.num_steps
+            self.parameters,
+            lambda: results.append(closure()),
+            self.rule,
+            self.constants,
+            self.carry,
+            self.num_steps,
+            self.elsewhere,
+            self.unvisited,
         )
         self.num_steps += 1
         self.base.step()

@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -33,7 +34,9 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.report import tables
 
 Values = dict[str, float]
-COSTS = ("kB up per round", "kB down per round", "MB in all", "seconds")
+COSTS = ("kB up per round", "kB down per round", "MB in all", "gradients", "seconds")
+SPENT = ("round", "gradients", "MB in all", "seconds")  # on the way to a target
+AT = r"(first|last|mean:[1-9]\d*|(best|lowest):.+|(reach|fall):.+:[^:]+)"
 
 
 @dataclass
@@ -62,8 +65,10 @@ class Variant:
     Args:
         configs: YAML files on top of the study's ``base``.
         set: Options as on the command line, {dotted key: value}; they have the last word.
-        at: The round that is read: "last", "first" (round 0, before any training), "best:<column>" (the highest) or
-            "lowest:<column>". Round 0 counts; of equals the earliest.
+        at: The round that is read: "last", "first" (round 0, before any training), "best:<column>" (the highest),
+            "lowest:<column>", "reach:<column>:<value>" (the first with at least the value) or "fall:<column>:<value>" (at
+            most). Round 0 counts; of equals the earliest. "mean:<n>": the last value of every column, and the mean over
+            the last n rounds where it stands in several. A seed that does not get there is left out, and the row says so.
         runs_of: Another variant whose runs are read; then this one has no runs, and no options, of its own.
         grid: Fields of the study's ``grid`` that differ for this variant; null: this variant is not tuned.
     """
@@ -89,6 +94,7 @@ class Study:
         grid: A hyper-parameter that every variant tunes for itself.
         set: Options of all variants, {dotted key: value}; after the configs of a variant and before its own ``set``.
         curves: Columns to draw over the rounds.
+        targets: {column: values}: tabulate the first round that reaches each value, and what it cost to get there.
         order: "variants": all seeds of the first variant, then the next. "seeds": all variants on the first seed, then
             the next.
         jobs: Runs at a time, at least 1, each in a process of its own.
@@ -105,6 +111,7 @@ class Study:
     grid: Grid | None = None
     set: dict[str, Any] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)
+    targets: dict[str, list[float]] = field(default_factory=dict)
     order: Literal["variants", "seeds"] = "variants"
     jobs: int = 1
     digits: int = 4
@@ -128,9 +135,10 @@ class Study:
             raise ValueError(f"baseline is {self.baseline!r}; variants: {', '.join(self.rows)}")
         self.grids = {name: self._grid(name, row.grid) for name, row in self.rows.items()}
         for name, row in self.rows.items():
-            if row.at not in ("first", "last") and not re.fullmatch("(best|lowest):.+", row.at):
+            if not re.fullmatch(AT, row.at) or (row.at.startswith(("reach", "fall")) and not _number(row.at)):
                 raise ValueError(
-                    f"variants.{name}.at is {row.at!r}; allowed: first, last, best:<column>, lowest:<column>"
+                    f"variants.{name}.at is {row.at!r}; allowed: first, last, mean:<n>, best:<column>, lowest:<column>, "
+                    "reach:<column>:<value>, fall:<column>:<value>"
                 )
             if row.runs_of is not None:
                 owners = [n for n, other in self.rows.items() if other.runs_of is None]
@@ -253,7 +261,7 @@ class Comparison:
         broken = set()
         for run in self.tuning(name):
             if run.hash in self.finished:
-                values = self.reading(run, self.study.rows[name].at)
+                values = self.reading(run, self.study.rows[name].at) or {grid.metric: math.nan}
                 found.setdefault(repr(run.value), []).append(_column(values, grid.metric, "grid.metric", run.variant))
             else:
                 broken.add(repr(run.value))
@@ -342,7 +350,7 @@ class Comparison:
             return
         first = not any(known in self.finished for known in {r.hash for r in self._runs.values()})
         self.finished[run.hash] = Path(folder)
-        values = self.reading(run, "last")
+        values = self.reading(run, "last") or {}
         if first and (unknown := [m for m in (*self.study.metrics, *self.study.curves) if m not in values]):
             print(f"warning: {run.label} does not record {', '.join(unknown)}; {_recorded(values)}", file=sys.stderr)
         left = self.left()
@@ -360,7 +368,8 @@ class Comparison:
             self._rows[run.hash] = read_metrics(self.finished[run.hash] / "metrics.csv")
         return self._rows[run.hash]
 
-    def reading(self, run: Run, at: str) -> Values:
+    def reading(self, run: Run, at: str) -> Values | None:
+        """What the table reads of a run; None where it never gets to the round that is asked for."""
         try:
             return reading(self.rows(run), at)
         except ValueError as error:
@@ -373,8 +382,8 @@ class Comparison:
             owner = row.runs_of or name
             for seed in self.study.seeds:
                 for run in (self.run(owner, seed, value) for value in self.pick(owner)):
-                    if run.hash in self.finished:
-                        found.append((name, run, self.reading(run, row.at)))
+                    if run.hash in self.finished and (values := self.reading(run, row.at)) is not None:
+                        found.append((name, run, values))
         return found
 
     # ---- writing
@@ -383,7 +392,7 @@ class Comparison:
         """Write table.md, table.csv, runs.csv and commands.txt; returns the table."""
         study, results = self.study, self.results()
         rows = [(n, run.seed, {m: v[m] for m in study.metrics if m in v}) for n, run, v in results]
-        costs = [(n, run.seed, {c: v[c] for c in COSTS}) for n, run, v in results]
+        costs = [(n, run.seed, {c: v[c] for c in COSTS if c in v}) for n, run, v in results]
         count = {name: sum(n == name for n, _, _ in results) for name in study.rows}
         labels = {n: n if k == len(study.seeds) else f"{n} ({k} of {len(study.seeds)} seeds)" for n, k in count.items()}
         spread = tables.mean_std(rows)
@@ -394,7 +403,7 @@ class Comparison:
         if paired:
             text += f"\n## Difference to {study.baseline}\n\nPaired by seed: mean [95 % t-interval].\n\n"
             text += tables.markdown({labels[n]: cells for n, cells in paired.items()}, digits=study.digits)
-        text += self._picks() + "\n## Cost\n\n"
+        text += self._targets() + self._picks() + "\n## Cost\n\n"
         text += tables.markdown({labels[n]: cells for n, cells in tables.mean_std(costs).items()})
         missing = [n for n, k in count.items() if k < len(study.seeds)]
         if missing:
@@ -406,6 +415,30 @@ class Comparison:
         _write(self.folder / "runs.csv", self._runs_csv(results))
         commands = dict.fromkeys(shlex.join(["python", "-m", "fl_lightning", *run.arguments]) for run in self.wanted())
         _write(self.folder / "commands.txt", "".join(f"{line}\n" for line in commands))
+        return text
+
+    def _targets(self) -> str:
+        """Per target: how many seeds get there, and the medians over all seeds (not reached counts as infinite)."""
+        text = ""
+        for column, values in self.study.targets.items():
+            for value in values:
+                lines = []
+                for name in self.owners:
+                    runs = [
+                        run
+                        for seed in self.study.seeds
+                        for run in (self.run(name, seed, v) for v in self.pick(name))
+                        if run.hash in self.finished
+                    ]
+                    found = [self.reading(run, f"reach:{column}:{value}") for run in runs]
+                    if found:
+                        cells = [_median([math.inf if f is None else f.get(c, math.nan) for f in found]) for c in SPENT]
+                        lines.append(
+                            f"| {name} | {sum(f is not None for f in found)} of {len(found)} | {' | '.join(cells)} |\n"
+                        )
+                head = f"| variant | seeds that reach it | {' | '.join(SPENT)} |\n|---|---:|{'---:|' * len(SPENT)}\n"
+                if lines:
+                    text += f"\n## To {column} {value}\n\nMedian over seeds.\n\n{head}{''.join(lines)}"
         return text
 
     def _picks(self) -> str:
@@ -428,7 +461,7 @@ class Comparison:
         final = {run.hash for _, run, _ in results}
         for name in self.owners:
             tuned = [run for run in self.tuning(name) if run.hash in self.finished and run.hash not in final]
-            lines += [(name, "tuning", run, self.reading(run, self.study.rows[name].at)) for run in tuned]
+            lines += [(name, "tuning", run, self.reading(run, self.study.rows[name].at) or {}) for run in tuned]
         tuned_by = [grid.metric for grid in self.study.grids.values() if grid]
         columns = list(dict.fromkeys(["round", *self.study.metrics, *tuned_by, *COSTS]))
         out = io.StringIO()
@@ -509,39 +542,66 @@ def read_metrics(path: Path) -> list[Values]:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
 
 
-def reading(rows: Sequence[Values], at: str) -> Values:
+def reading(rows: Sequence[Values], at: str) -> Values | None:
     """What a table reads of a run's record.
 
     Args:
         rows: Rounds in order.
-        at: "last": the last value of every column; "first": round 0; "best:<column>", "lowest:<column>": the round where
-            that is so.
+        at: See `Variant`.
 
     Returns:
-        Columns, and the costs of getting there: bytes and seconds up to the round that is read.
+        Columns, and the costs of getting there: bytes, backward passes and seconds up to the round that is read. None where
+        no round reaches the value of "reach" or "fall".
 
     Raises:
         ValueError: No row has a finite value in that column.
     """
     values: Values = {}
-    if at == "last":
+    kind, _, column = at.partition(":")
+    if kind == "last":
         for row in rows:
             values |= row
-    elif at == "first":
+    elif kind == "first":
         values |= rows[0]
+    elif kind == "mean":
+        for row in rows:
+            values |= row
+        for name in values.keys() - {"round"}:
+            last = [row[name] for row in rows[-int(column) :] if name in row]
+            values[name] = sum(last) / len(last) if last else values[name]
     else:
-        kind, column = at.split(":", 1)
+        column, _, limit = column.rpartition(":") if kind in ("reach", "fall") else (column, "", "")
         candidates = [row for row in rows if math.isfinite(row.get(column, math.nan))]
         if not candidates:
             columns = {name: value for row in rows for name, value in row.items()}
             raise ValueError(f"'at' names {column!r}, which no round has as a finite number; {_recorded(columns)}")
-        values |= (max if kind == "best" else min)(candidates, key=lambda row: row[column])
+        if kind in ("reach", "fall"):
+            sign = 1 if kind == "reach" else -1
+            candidates = [row for row in candidates if sign * row[column] >= sign * float(limit)][:1]
+        if not candidates:
+            return None
+        values |= (min if kind == "lowest" else max)(candidates, key=lambda row: row[column])
     before = [row for row in rows if row["round"] <= values["round"]]
-    up, down, seconds = (
-        sum(row.get(c, 0.0) for row in before) for c in ("comm/bytes_up", "comm/bytes_down", "time/round")
+    up, down, gradients, seconds = (
+        sum(row.get(c, 0.0) for row in before)
+        for c in ("comm/bytes_up", "comm/bytes_down", "round/gradients", "time/round")
     )
     rounds = max(values["round"], 1.0)
-    return values | dict(zip(COSTS, (up / rounds / 1e3, down / rounds / 1e3, (up + down) / 1e6, seconds), strict=True))
+    costs = zip(COSTS, (up / rounds / 1e3, down / rounds / 1e3, (up + down) / 1e6, gradients, seconds), strict=True)
+    counted = any("round/gradients" in row for row in rows)  # a record of an older version has none
+    return values | {name: value for name, value in costs if counted or name != "gradients"}
+
+
+def _number(at: str) -> bool:
+    try:
+        return math.isfinite(float(at.rpartition(":")[2]))
+    except ValueError:
+        return False
+
+
+def _median(values: list[float]) -> str:
+    middle = statistics.median(values)
+    return "–" if not math.isfinite(middle) else f"{middle:.2f}".removesuffix(".00")
 
 
 def _column(values: Values, name: str, what: str, variant: str) -> float:

@@ -127,6 +127,58 @@ def bars_figure(finals: Mapping[str, Mapping[int, float]], metric: str) -> Figur
     return figure
 
 
+def surface_figure(coordinates: Sequence[float] | Tensor, losses: Tensor | np.ndarray) -> Figure:
+    """The loss over two directions around a model: a surface in three dimensions, and its contours.
+
+    Args:
+        coordinates: The n positions along both directions, ascending; the model is at (0, 0).
+        losses: The loss, (n, n); rows run along the first direction.
+
+    Raises:
+        ValueError: ``losses`` is not (n, n).
+    """
+    from matplotlib.figure import Figure
+
+    at, heights = np.asarray(coordinates), np.asarray(losses)
+    if heights.shape != (len(at), len(at)):
+        raise ValueError(f"losses must have shape {(len(at), len(at))}, got {heights.shape}")
+    first, second = np.meshgrid(at, at, indexing="ij")
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    solid = figure.add_subplot(1, 2, 1, projection="3d")
+    solid.plot_surface(first, second, heights, cmap="viridis", rcount=len(at), ccount=len(at), linewidth=0)
+    solid.set(zlabel="loss", xticks=at[[0, -1]], yticks=at[[0, -1]])  # more of them would overlap
+    flat = figure.add_subplot(1, 2, 2)
+    filled = flat.contourf(first, second, heights, levels=20, cmap="viridis")
+    flat.contour(first, second, heights, levels=20, colors="black", linewidths=0.4, alpha=0.6)
+    flat.plot(0, 0, "x", color="white", markersize=8, markeredgewidth=2)
+    flat.set_aspect("equal")
+    figure.colorbar(filled, ax=flat, label="loss", shrink=0.85)
+    for axes in (solid, flat):
+        axes.set_xlabel("first direction")
+        axes.set_ylabel("second direction")
+    return figure
+
+
+def slice_figure(distances: Sequence[float] | Tensor, losses: Tensor | np.ndarray, label: str) -> Figure:
+    """The loss along a line through a model, which is at 0.
+
+    Args:
+        distances: The n positions, ascending.
+        losses: The loss at each, (n,).
+        label: Of the horizontal axis.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.asarray(distances), np.asarray(losses), color=COLOURS[0], linewidth=1.6)
+    axes.axvline(0, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlabel(label)
+    axes.set_ylabel("loss")
+    _dress(axes, "both")
+    return figure
+
+
 def figure_to_png(figure: Figure, path: str | Path, dpi: int = 150) -> Path:
     """Write a figure as PNG, making the folder if need be; the same figure gives the same bytes.
 

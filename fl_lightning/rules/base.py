@@ -25,22 +25,55 @@ def tree_map(function: Callable[..., Tensor], *trees: Tensors) -> dict[str, Tens
 
 def tree_sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:
     """a - b by name."""
-    return tree_map(torch.sub, a, b)
+    return tree_add_scaled(a, b, -1.0)
+
+
+def tree_scale(a: Tensors, factor: float | Tensor) -> dict[str, Tensor]:
+    """factor * a by name; a tensor for a factor is a scalar tensor."""
+    if _batched(a):
+        return {name: value * factor for name, value in a.items()}
+    return dict(zip(a, torch._foreach_mul(list(a.values()), factor), strict=True))
 
 
 def tree_add_scaled(a: Tensors, b: Tensors, factor: float | Tensor) -> dict[str, Tensor]:
-    """a + factor * b by name."""
-    return {name: value + factor * b[name] for name, value in a.items()}
+    """a + factor * b by name; a tensor for a factor is a scalar tensor."""
+    if isinstance(factor, Tensor):
+        scaled = tree_scale(b, factor)
+        if _batched(a) or _batched(scaled):
+            return {name: value + scaled[name] for name, value in a.items()}
+        torch._foreach_add_([scaled[name] for name in a], list(a.values()))
+        return {name: scaled[name] for name in a}
+    if _batched(a) or _batched(b):
+        return {name: torch.add(value, b[name], alpha=factor) for name, value in a.items()}
+    return dict(zip(a, torch._foreach_add(list(a.values()), [b[name] for name in a], alpha=factor), strict=True))
 
 
 def tree_norm(tree: Tensors) -> Tensor:
     """Euclidean norm over all tensors together, a scalar tensor."""
-    return torch.sqrt(sum(value.pow(2).sum() for value in tree.values()))  # type: ignore[arg-type]
+    if _batched(tree):
+        return torch.sqrt(sum(value.pow(2).sum() for value in tree.values()))  # type: ignore[arg-type]
+    return torch.stack(torch._foreach_norm(list(tree.values()))).norm()
+
+
+def over_norm(radius: float, tree: Tensors) -> Tensor:
+    """radius / ||tree||, a scalar tensor: the factor that gives ``tree`` the norm ``radius``; 0 where ``tree`` is zero."""
+    norm = tree_norm(tree)
+    return torch.where(norm > 0, radius / norm, torch.zeros_like(norm))
+
+
+def _batched(tree: Tensors) -> bool:
+    """Whether ``torch.func`` wraps a tensor of the tree: the ``_foreach`` operations know no ``vmap``."""
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tree.values()))
 
 
 @dataclass(frozen=True)
 class LocalRule:
     """The plain gradient; rules override what differs."""
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether gradients are taken at other parameters than the current ones."""
+        return False
 
     def constants(self, start: Tensors, given: Mapping[str, Tensors]) -> dict[str, Any]:
         """What stays fixed during a fit, from its starting parameters and the groups it was given."""
@@ -48,6 +81,10 @@ class LocalRule:
 
     def initial_carry(self, start: Tensors) -> Any:
         """What the rule remembers from step to step."""
+        return {}
+
+    def outcome(self, carry: Any) -> dict[str, Tensors]:
+        """Groups of tensors to hand back with the fit's result, from the last carry."""
         return {}
 
     def direction(
@@ -71,11 +108,18 @@ class Composed(LocalRule):
 
     rules: tuple[LocalRule, ...] = ()
 
+    @property
+    def perturbs(self) -> bool:
+        return any(rule.perturbs for rule in self.rules)
+
     def constants(self, start: Tensors, given: Mapping[str, Tensors]) -> dict[str, Any]:
         return {str(i): rule.constants(start, given) for i, rule in enumerate(self.rules)}
 
     def initial_carry(self, start: Tensors) -> Any:
         return [rule.initial_carry(start) for rule in self.rules]
+
+    def outcome(self, carry: Any) -> dict[str, Tensors]:
+        return {k: v for rule, own in zip(self.rules, carry, strict=True) for k, v in rule.outcome(own).items()}
 
     def direction(
         self, oracle: Oracle, params: Tensors, constants: Mapping[str, Any], carry: Any, step: int

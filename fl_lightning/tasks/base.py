@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
@@ -54,7 +55,8 @@ class FederatedTask(LightningModule):
         self.loss_sum = torch.zeros(())
         self.num_losses = 0
         self.lr_sum = 0.0
-        self._repeated = False
+        self.num_gradients = 0
+        self._loss_counted = False
 
     def build(self, info: DataInfo, seed: int) -> None:
         """Make the network, once the data are known. Halves that are made from a built task have nothing to do here."""
@@ -111,18 +113,19 @@ class FederatedTask(LightningModule):
 
     def on_fit_start(self) -> None:
         self.loss_sum, self.num_losses, self.lr_sum = torch.zeros((), device=self.device), 0, 0.0
+        self.num_gradients = 0
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self._repeated = False
+        self._loss_counted = False
+        self._seen = batch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self._repeated:  # a rule asks for a gradient elsewhere: the batch has been seen, and counts once
-            with batch_statistics_only(self):
-                return self.loss(batch) * batch.scale
         loss = self.loss(batch) * batch.scale
-        self.loss_sum += loss.detach()
-        self.num_losses += 1
-        self._repeated = True
+        self.num_gradients += 1
+        if not self._loss_counted:  # a rule may ask for several gradients; the batch counts once
+            self.loss_sum += loss.detach()
+            self.num_losses += 1
+            self._loss_counted = True
         return loss
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -146,7 +149,20 @@ class FederatedTask(LightningModule):
         base = self.optimizer(list(parameters.values()))
         for group in base.param_groups:
             group["lr"] = self.lr_scale * (group["lr"] if self.learning_rate is None else self.learning_rate)
-        return base if self.rule is None else RuleOptimizer(base, parameters, self.rule, self.given)
+        if self.rule is None:
+            return base
+        layers = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        if not layers:
+            return RuleOptimizer(base, parameters, self.rule, self.given)
+        return RuleOptimizer(
+            base, parameters, self.rule, self.given, lambda: batch_statistics_only(layers), self._take_statistics
+        )
+
+    @torch.no_grad()
+    def _take_statistics(self) -> None:
+        """One more forward pass of the batch, for BatchNorm's running statistics alone."""
+        with self.trainer.precision_plugin.train_step_context():
+            self.loss(self._seen)
 
     def fit_metrics(self) -> dict[str, float]:
         """Means over the fit that just ended."""
@@ -162,9 +178,8 @@ class FederatedTask(LightningModule):
 
 
 @contextmanager
-def batch_statistics_only(module: nn.Module) -> Iterator[None]:
+def batch_statistics_only(layers: Iterable[_BatchNorm]) -> Iterator[None]:
     """BatchNorm layers in training mode normalise as ever, but their running statistics stay as they are."""
-    layers = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     for layer in layers:
         layer.track_running_stats = not layer.training
     try:

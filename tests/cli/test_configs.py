@@ -10,7 +10,7 @@ import yaml
 from fl_lightning.__main__ import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# Paper-sized configurations run on invented images in tests/tasks, by name.
+# Paper-sized configurations run on invented images: FedDTL's in tests/tasks, FedNSAM's below; the large ones by name.
 WHOLE = sorted([*CONFIGS.glob("*.yaml"), *CONFIGS.glob("pretrain/*.yaml")])
 
 
@@ -34,3 +34,48 @@ def test_paper_configurations_parse(path: Path, capsys: pytest.CaptureFixture) -
     assert exit.value.code in (0, None)
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["federation"]["name"] == yaml.safe_load(path.read_text())["federation"]["name"]
+
+
+# Trainable parameters: LeNet-5 and VGG-11 by hand, ResNet-18 (11,173,962 for ten classes) with 512 + 1 a class; for
+# transformers r (d_in + d_out) of qkv and proj in every block, and the classifier.
+FEDNSAM = {
+    "cifar10_lenet5": 797_962,
+    "cifar10_vgg11": 9_272_790,
+    "cifar10_resnet18": 11_173_962,
+    "cifar100_lenet5": 797_962 + 90 * 193,
+    "cifar100_resnet18": 11_173_962 + 90 * 513,
+    "cifar100_vit_base": 16 * 12 * (4 + 2) * 768 + 100 * 769,
+    "tiny_imagenet_resnet18": 11_173_962 + 190 * 513,
+    "tiny_imagenet_vit_base": 16 * 12 * (4 + 2) * 768 + 200 * 769,
+    "tiny_imagenet_swin_small": 16 * (4 + 2) * 96 * (2 * 1 + 2 * 2 + 18 * 4 + 2 * 8) + 200 * 769,
+    "tiny_imagenet_swin_base": 16 * (4 + 2) * 128 * (2 * 1 + 2 * 2 + 18 * 4 + 2 * 8) + 200 * 1025,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "cifar10_lenet5" else pytest.mark.slow) for name in FEDNSAM]
+)
+def test_fednsams_paper_configurations_run_dry_on_fake_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The papers' networks with random weights on invented images of the right shape."""
+    monkeypatch.chdir(tmp_path)
+    classes = {"cifar10": 10, "cifar100": 100}.get(name.split("_")[0], 200)
+    fake = {"num_classes": classes, "train_per_class": 200 // classes, "test_per_class": 1}
+    cli = main(
+        [
+            "fit",
+            f"--config={CONFIGS / 'paper' / f'fednsam_{name}.yaml'}",
+            "--data.source=FakeImages",
+            *[f"--data.source.init_args.{key}={value}" for key, value in fake.items()],
+            *(["--model.init_args.network.init_args.pretrained=false"] if "vit" in name or "swin" in name else []),
+            "--trainer.fast_dev_run=true",
+            "--trainer.accelerator=cpu",
+            "--federation.eval_batch_size=8",
+        ]
+    )
+    loop = cli.loop  # type: ignore[attr-defined]
+    assert sum(p.numel() for p in loop.model.trainable().values()) == FEDNSAM[name]
+    assert [row["round"] for row in loop.history] == [0, 1, 2]
+    assert len(loop.data.info.clients) == (50 if "vit" in name or "swin" in name else 100)
+    assert bool(loop.data.train("0").augmentation) == ("vit" not in name and "swin" not in name)

@@ -191,7 +191,10 @@ def test_what_the_parser_refuses_is_refused_before_anything_runs(
         ({"baseline": "fedsgd"}, "baseline is 'fedsgd'; variants: a, b"),
         ({"output": "runs"}, "lightning_logs"),
         ({"variants": {"a/b": None}}, "cannot name a folder"),
-        ({"variants": {"a": Variant(at="end")}}, "allowed: first, last, best:<column>, lowest:<column>"),
+        (
+            {"variants": {"a": Variant(at="end")}},
+            "allowed: first, last, mean:<n>, best:<column>, lowest:<column>, reach",
+        ),
         ({"variants": {"a": None, "b": Variant(runs_of="c")}}, "runs_of is 'c'; allowed: a"),
         ({"variants": {"a": None, "b": Variant(runs_of="a", set={"x": 1})}}, "no options but 'at'"),
         ({"variants": {"a": Variant(grid={"value": [1]})}}, "'value'.*allowed: .*'values'"),
@@ -205,10 +208,26 @@ def test_a_study_that_cannot_be_is_refused_by_name(change: dict[str, Any], messa
 
 ROWS = [
     {"round": 0.0, "val/acc": 0.5, "acc": 0.4, "time/round": 1.0},
-    {"round": 1.0, "val/acc": 0.7, "acc": 0.6, "comm/bytes_up": 1000.0, "comm/bytes_down": 3000.0, "time/round": 2.0},
-    {"round": 2.0, "loss": 1.0, "comm/bytes_up": 2000.0, "comm/bytes_down": 3000.0, "time/round": 2.0},
+    {
+        "round": 1.0,
+        "val/acc": 0.7,
+        "acc": 0.6,
+        "comm/bytes_up": 1000.0,
+        "comm/bytes_down": 3000.0,
+        "round/gradients": 5.0,
+        "time/round": 2.0,
+    },
+    {
+        "round": 2.0,
+        "loss": 1.0,
+        "comm/bytes_up": 2000.0,
+        "comm/bytes_down": 3000.0,
+        "round/gradients": 5.0,
+        "time/round": 2.0,
+    },
     {
         "round": 3.0,
+        "round/gradients": 2.0,
         "val/acc": math.nan,
         "acc": 0.1,
         "comm/bytes_up": 3000.0,
@@ -225,12 +244,47 @@ ROWS = [
         ("first", {"round": 0, "acc": 0.4, "kB up per round": 0.0, "MB in all": 0.0, "seconds": 1.0}),
         ("best:val/acc", {"round": 1, "acc": 0.6, "kB up per round": 1.0, "MB in all": 0.004, "seconds": 3.0}),
         ("lowest:val/acc", {"round": 0, "acc": 0.4, "kB up per round": 0.0, "MB in all": 0.0, "seconds": 1.0}),
+        ("reach:acc:0.6", {"round": 1, "acc": 0.6, "MB in all": 0.004, "gradients": 5, "seconds": 3.0}),
+        ("fall:acc:0.3", {"round": 3, "acc": 0.1, "MB in all": 0.015, "gradients": 12, "seconds": 9.0}),
+        ("mean:2", {"round": 3, "acc": 0.1, "loss": 1.0, "MB in all": 0.015, "gradients": 12}),
+        ("mean:3", {"round": 3, "acc": 0.35, "loss": 1.0, "time/round": 8 / 3}),
+        ("mean:9", {"round": 3, "acc": 1.1 / 3, "loss": 1.0}),
     ],
 )
 def test_reading(at: str, expected: dict[str, float]) -> None:
     values = reading(ROWS, at)
+    assert values is not None
     assert {name: values[name] for name in expected} == pytest.approx(expected)
-    assert ("loss" in values) == (at == "last")  # a column of another round is no part of the best one
+    assert ("loss" in values) == (
+        at == "last" or at.startswith("mean")
+    )  # a column of another round is no part of the best one
+
+
+def test_what_is_never_reached_is_nothing() -> None:
+    assert reading(ROWS, "reach:acc:0.61") is None
+    assert reading(ROWS, "fall:acc:0.05") is None
+    without = [{k: v for k, v in row.items() if k != "round/gradients"} for row in ROWS]
+    assert "gradients" not in (reading(without, "last") or {})
+
+
+def test_targets_are_tabulated_as_medians_over_seeds(done: Path) -> None:
+    found = [r for r in read(done / "lightning_logs" / "compare" / "tiny" / "runs.csv") if r["use"] == "result"]
+    lines = {(r["variant"], r["seed"]): r for r in found}
+    records = [read_metrics(done / lines["fedavg", seed]["run"] / "metrics.csv") for seed in "01"]
+    low, high = sorted(max(row["global/acc"] for row in record) for record in records)
+    targets = {"global/acc": [low, (low + high) / 2, 2.0]}
+    folder = command_line(write_study(done, targets=targets))
+    text = (folder / "table.md").read_text()  # type: ignore[operator]
+    sections = [part for part in text.split("## ") if part.startswith("To global/acc")]
+    rows = [next(r for r in part.splitlines() if r.startswith("| fedavg |")).split("|")[2:-1] for part in sections]
+    assert [row[0].strip() for row in rows] == ["2 of 2", "1 of 2", "0 of 2"]
+    rounds = [next(row["round"] for row in record if row["global/acc"] >= low) for record in records]
+    gradients = [
+        sum(row.get("round/gradients", 0) for row in record if row["round"] <= round)
+        for record, round in zip(records, rounds, strict=True)
+    ]
+    assert [float(cell) for cell in rows[0][1:3]] == [sum(rounds) / 2, sum(gradients) / 2]
+    assert rows[1][1].strip() == rows[2][1].strip() == "–"
 
 
 def test_reading_names_the_columns_there_are() -> None:

@@ -19,12 +19,14 @@ Addressed = Callable[[str], tuple[str, ...] | None]
 
 @dataclass
 class Total:
-    """The reduced replies of a round; see `fl_lightning.methods.base.Reduced`."""
+    """The reduced replies of a round (`fl_lightning.methods.base.Reduced`), and what they cost: bytes, backward passes."""
 
     groups: dict[str, Any] = field(default_factory=dict)
     clients: tuple[str, ...] = ()
     num_examples: int = 0
+    scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    num_gradients: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
 

@@ -56,6 +56,7 @@ class SerialEngine(Engine):
         reducer = BlockReducer(uplink, weight)
         weights = 0.0
         memories = {}
+        gradients_before = self.participant.num_gradients
         for number, key in enumerate(cohort):
             progress(key)
             groups = addressed(key)
@@ -74,10 +75,13 @@ class SerialEngine(Engine):
             total.num_examples += reply.message.num_examples
             share = weight(reply.message)
             weights += share
-            for name, value in reply.metrics.items():
-                total.metrics[name] = total.metrics.get(name, 0.0) + value * share
+            for means, values in (total.scalars, reply.message.scalars), (total.metrics, reply.metrics):
+                for name, value in values.items():
+                    means[name] = means.get(name, 0.0) + value * share
         total.groups = reducer.finish()
+        total.scalars = {name: value / weights for name, value in total.scalars.items()}
         total.metrics = {name: value / weights for name, value in total.metrics.items()}
+        total.num_gradients = self.participant.num_gradients - gradients_before
         for key, memory in memories.items():
             self.memory.commit(key, memory)
         return total

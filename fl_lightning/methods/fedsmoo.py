@@ -1,0 +1,86 @@
+"""FedSMOO (Sun et al., 2023): dynamic regularisation of the weights and of the sharpness-aware perturbation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fl_lightning.data.examples import DataInfo
+from fl_lightning.message import Group, Groups, Message, Tensors
+from fl_lightning.methods.base import Client, ClientProgram, Reduced, Result
+from fl_lightning.methods.feddyn import FedDyn, FedDynClient
+from fl_lightning.rules.base import LocalRule, over_norm, tree_scale
+from fl_lightning.rules.sharpness import DualSAM
+from fl_lightning.tasks.base import FederatedTask
+
+
+@dataclass(frozen=True)
+class FedSMOOClient(FedDynClient):
+    """FedDyn's steps at a perturbation that a dual variable mu_i ties to the server's s (Algorithm 1).
+
+    epsilon = rho (g - mu_i - s) / ||.||; mu_i <- mu_i + epsilon - s;
+    w <- w - eta (grad F_i(w + epsilon) - h_i + alpha (w - theta)).
+    """
+
+    rho: float = 0.1
+
+    def rules(self, client: Client, message: Message) -> tuple[LocalRule, ...]:
+        return (DualSAM(self.rho, own="memory/perturbation_dual"), *super().rules(client, message))
+
+    def upload(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+        return {"perturbation": self._dual(client, result)}
+
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+        memory = super().remember(client, message, result, update)
+        return {**memory, "perturbation_dual": self._dual(client, result)}
+
+    @staticmethod
+    def _dual(client: Client, result: Result) -> Tensors:
+        own, change = client.memory.get("perturbation_dual"), result.outcome["dual_change"]
+        return change if own is None else {name: own[name] + value for name, value in change.items()}
+
+
+class FedSMOO(FedDyn):
+    """FedDyn whose server also keeps s = rho mean_S(mu_i) / ||mean_S(mu_i)||.
+
+    Args:
+        alpha: Strength of the regularisation, above 0. 0.1 in FL-Simulator.
+        rho: Radius of the perturbation, at least 0. 0.1 in FL-Simulator.
+        **kwargs: Arguments of `FedDyn`.
+    """
+
+    def __init__(self, alpha: float = 0.1, rho: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(alpha=alpha, **kwargs)
+        if rho < 0:
+            raise ValueError(f"rho is {rho}; it must be at least 0")
+        self.rho = rho
+
+    def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
+        super().setup(model, info, seed)
+        self.perturbation: Tensors = {n: torch.zeros_like(value.detach()) for n, value in self.parameters.items()}
+
+    def client(self) -> ClientProgram:
+        return FedSMOOClient(self.buffer_policy, self.alpha, self.rho)
+
+    def broadcast(self, round: int) -> Message:
+        message = super().broadcast(round)
+        groups = {**message.tensors, "perturbation": self.perturbation}
+        return Message(round, message.sender, groups, message.scalars)
+
+    def uplink(self, round: int) -> dict[str, Group]:
+        return {**super().uplink(round), "perturbation": Group("update")}
+
+    def global_update(self, total: Reduced) -> Tensors:
+        mean = total.groups["perturbation"]
+        self.perturbation = tree_scale(mean, over_norm(self.rho, mean))
+        return super().global_update(total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "perturbation": dict(self.perturbation)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.perturbation = dict(state["perturbation"])
