@@ -20,7 +20,7 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.engines.base import Engine
 from fl_lightning.federation.engines.serial import SerialEngine
 from fl_lightning.federation.evaluation import Evaluator
-from fl_lightning.federation.participant import Participant, ServerSide
+from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
 from fl_lightning.methods.base import Method, Predict
@@ -36,6 +36,8 @@ class FederationLoop:
         name: Name of the run; its folder is ``lightning_logs/<name>/version_N``.
         sampler: Draws the cohort of each round; everybody by default.
         engine: Where client work runs. "serial": one client after the other, in this process.
+        client_loop: "trainer": a client's fit is a fit of Lightning's Trainer; "lean": the same step without the Trainer's
+            costs, bit for bit; "auto": lean where callbacks, precision and strategy allow it.
         evaluate_every: Evaluate every so many rounds (and before the first and after the last), at least 1.
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
@@ -53,6 +55,7 @@ class FederationLoop:
         name: str = "federation",
         sampler: CohortSampler | None = None,
         engine: Literal["serial"] = "serial",
+        client_loop: ClientLoop = "auto",
         evaluate_every: int = 1,
         validate: bool = True,
         checkpoint_every: int = 1,
@@ -74,6 +77,9 @@ class FederationLoop:
                 raise ValueError(f"federation.{label} is {value}; it must be at least 1")
         if engine != "serial":
             raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial'")
+        if client_loop not in ("auto", "trainer", "lean"):
+            raise ValueError(f"federation.client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
+        self.client_loop: ClientLoop = client_loop
         self.name, self.sampler, self.engine_name = name, sampler or AllClients(), engine
         self.evaluate_every, self.validate = evaluate_every, validate
         self.checkpoint_every, self.keep_last, self.monitor = checkpoint_every, keep_last, monitor
@@ -123,7 +129,7 @@ class FederationLoop:
         method.setup(model, info, seed)
         self.program = method.client()
         tasks = {**method.tasks(model), **self.program.tasks(model)}
-        self.participant = Participant(tasks, trainer, batch_size, seed, self.eval_batch_size)
+        self.participant = Participant(tasks, trainer, batch_size, seed, self.eval_batch_size, self.client_loop)
         self.is_main = self.participant.trainer.global_rank == 0
 
     def launch(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from fl_lightning.data.augmentation import augment, draw
 from fl_lightning.data.examples import Examples
+from fl_lightning.federation import lean
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import owned_global_rng, torch_generator
-from fl_lightning.rules.base import Composed, LocalRule
+from fl_lightning.rules.base import Composed
 from fl_lightning.tasks.base import Batch, FederatedTask
 
 # What a client fit never does: it writes no file, draws no bar, checks no sanity.
@@ -28,6 +30,7 @@ SILENT = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # BatchLoader divides a batch among devices itself, exactly
 }
+ClientLoop = Literal["auto", "trainer", "lean"]
 _OVERRIDES = ("max_epochs", "max_steps", "batch_size", "lr", "lr_scale")
 
 
@@ -88,6 +91,8 @@ class Participant:
         batch_size: Examples per step unless a request says otherwise.
         seed: The run's seed.
         eval_batch_size: Examples per forward pass of a `Predict`.
+        client_loop: "trainer": every request is one of Lightning's Trainer; "lean": of the lean loop, see
+            `fl_lightning.federation.lean`; "auto": lean where that is possible, and a line that says why where it is not.
     """
 
     def __init__(
@@ -97,7 +102,11 @@ class Participant:
         batch_size: int,
         seed: int,
         eval_batch_size: int = 512,
+        client_loop: ClientLoop = "auto",
     ) -> None:
+        if client_loop not in ("auto", "trainer", "lean"):
+            raise ValueError(f"client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
+        self.client_loop, self._told = client_loop, set[str]()
         self.tasks, self.batch_size, self.seed, self.eval_batch_size = dict(tasks), batch_size, seed, eval_batch_size
         template = {**trainer, **SILENT}
         self.callbacks: list[Callback] = list(template.pop("callbacks", None) or [])
@@ -172,7 +181,7 @@ class Participant:
         if "lr" in fit.overrides:
             task.learning_rate = float(fit.overrides["lr"])
         task.lr_scale = float(fit.overrides.get("lr_scale", 1.0))
-        self._rewind(fit.overrides)
+        epochs, steps = self._rewind(fit.overrides)
         # Callbacks of the configuration are copied per fit: one object in several fits would carry its state along.
         trainer.callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]  # type: ignore[attr-defined]
         generator = torch_generator(self.seed, *owner, *fit.key, "shuffle")
@@ -182,9 +191,12 @@ class Participant:
         loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size, draws)
         task.train()
         try:
-            trainer.fit(task, loader)
-            num_steps = trainer.global_step
-            outcome = self._outcome(task.rule)
+            if self._lean(task, trainer.callbacks):  # type: ignore[attr-defined]
+                optimizer, num_steps = lean.fit(trainer, task, loader, epochs, steps)
+            else:
+                trainer.fit(task, loader)
+                optimizer, num_steps = trainer.optimizers[0], trainer.global_step
+            outcome = _outcome(optimizer)
             self.num_gradients += task.num_gradients
         finally:
             self._release()
@@ -200,13 +212,21 @@ class Participant:
             outcome=outcome,
         )
 
-    def _outcome(self, rule: LocalRule | None) -> dict[str, dict[str, Tensor]]:
-        """What the rule hands back from its last step."""
-        optimizer = self.trainer.optimizers[0]
-        if rule is None or not isinstance(optimizer, RuleOptimizer):
-            return {}
-        groups = rule.outcome(optimizer.carry)
-        return {g: {n: value.detach().to("cpu", copy=True) for n, value in t.items()} for g, t in groups.items()}
+    def _lean(self, task: FederatedTask, callbacks: Sequence[Callback]) -> bool:
+        """Whether the lean loop carries a request out.
+
+        Raises:
+            ValueError: It was asked for, and cannot.
+        """
+        if self.client_loop == "trainer":
+            return False
+        reason = lean.obstacle(self.trainer, task, callbacks)
+        if reason and self.client_loop == "lean":
+            raise ValueError(f"federation.client_loop is 'lean', but a fit needs Lightning's Trainer because {reason}")
+        if reason and reason not in self._told and self.trainer.global_rank == 0:
+            self._told.add(reason)
+            print(f"fits of {type(task).__name__} run under Lightning's Trainer because {reason}", file=sys.stderr)
+        return reason is None
 
     def _release(self) -> None:
         """Let go of the optimizer, its state, the examples and the callbacks, which the Trainer would keep until the next
@@ -223,8 +243,12 @@ class Participant:
         task.inputs_are_cached = cached is not None
         return examples if cached is None else cached
 
-    def _rewind(self, overrides: Mapping[str, float]) -> None:
-        """Give the Trainer new loops. A Trainer that has run would otherwise see its limits reached and train nothing."""
+    def _rewind(self, overrides: Mapping[str, float]) -> tuple[int, int]:
+        """Give the Trainer new loops. A Trainer that has run would otherwise see its limits reached and train nothing.
+
+        Returns:
+            The limits of epochs and steps, -1 for none.
+        """
         trainer = self.trainer
         epochs, steps = self._max_epochs, self._max_steps
         if not self._dry:
@@ -236,6 +260,7 @@ class Participant:
         trainer.should_stop = False
         # Callbacks change these in the middle of a fit.
         trainer.accumulate_grad_batches, trainer.gradient_clip_val = self._accumulate, self._clip
+        return -1 if epochs is None else epochs, steps
 
     @torch.no_grad()
     def _predict(self, task: FederatedTask, request: Predict) -> Result:
@@ -248,9 +273,18 @@ class Participant:
         task.eval()
         trainer.callbacks = []  # type: ignore[attr-defined]
         loader = BatchLoader(self._inputs(task, request.data), self.eval_batch_size)
-        outputs: list[Tensor] = trainer.predict(task, loader)  # type: ignore[assignment]
+        run = lean.predict if self._lean(task, []) else Trainer.predict
+        outputs: Any = run(trainer, task, loader)
         # Lightning predicts in inference mode; a copy outside of it can be trained on.
         return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone())
+
+
+def _outcome(optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """What the rule hands back from its last step."""
+    if not isinstance(optimizer, RuleOptimizer):
+        return {}
+    groups = optimizer.rule.outcome(optimizer.carry)
+    return {g: {n: value.detach().to("cpu", copy=True) for n, value in t.items()} for g, t in groups.items()}
 
 
 class ServerSide:

@@ -1,0 +1,166 @@
+"""The lean client loop: what Lightning's Trainer does in a client's fit, without what most of a small fit's time goes to.
+
+The step is the same one: the task's own ``training_step`` and ``optimizer_step``, the same optimizer around the same rule,
+Lightning's precision plugin, strategy and clipping, and the module's hooks where a task overrides them. What is left out are
+the loops' progress tracking, the data connector, the result collection and the calls of hooks that nobody overrides. The
+weights are those of the Trainer to the last bit. What it cannot do, `obstacle` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.tasks.base import Batch, FederatedTask
+
+_HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+)
+# What a Trainer does for these, the lean loop does not.
+_NOT_RUN = (
+    "configure_gradient_clipping",
+    "backward",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    "transfer_batch_to_device",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "configure_callbacks",
+    "configure_model",
+    "teardown",
+)
+
+
+def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback]) -> str | None:
+    """Why a fit needs the Trainer, in half a sentence; None where the lean loop does."""
+    if callbacks:
+        return f"of the callback {type(callbacks[0]).__name__}"
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        return f"of the strategy {type(trainer.strategy).__name__}"
+    if trainer.precision in ("16-mixed", "16-true"):
+        return f"of precision {trainer.precision}"
+    settings = {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches == 1,
+        "limit_train_batches": isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1,
+        "overfit_batches": not trainer.overfit_batches,  # type: ignore[attr-defined]
+        "min_epochs": not trainer.fit_loop.min_epochs,
+        "min_steps": not trainer.fit_loop.epoch_loop.min_steps,
+        "detect_anomaly": not trainer._detect_anomaly,
+        "profiler": isinstance(trainer.profiler, PassThroughProfiler),  # type: ignore[attr-defined]
+        "fast_dev_run": not trainer.fast_dev_run,  # type: ignore[attr-defined]
+    }
+    if refused := [name for name, plain in settings.items() if not plain]:
+        return f"of trainer.{refused[0]}"
+    if not task.automatic_optimization:
+        return f"{type(task).__name__} optimises by hand"
+    if type(task).configure_optimizers is not FederatedTask.configure_optimizers:
+        return f"{type(task).__name__} configures its optimizers itself"
+    if own := [name for name in _NOT_RUN if _overrides(task, name)]:
+        return f"{type(task).__name__} has its own {own[0]}"
+    return None
+
+
+def fit(
+    trainer: Trainer, task: FederatedTask, batches: Iterable[Batch], max_epochs: int, max_steps: int
+) -> tuple[Optimizer, int]:
+    """Train.
+
+    Args:
+        trainer: Holds device, precision and clipping; its counters of epochs and steps are kept up.
+        task: On the CPU or the trainer's device.
+        batches: Anew each epoch.
+        max_epochs: Epochs; -1 for no limit.
+        max_steps: Optimizer steps; -1 for no limit.
+
+    Returns:
+        The optimizer, and how many steps it took.
+    """
+    hooks = {name: getattr(task, name) for name in _HOOKS if _overrides(task, name)}
+
+    def call(name: str, *arguments: Any) -> None:
+        if name in hooks:
+            hooks[name](*arguments)
+
+    strategy, precision = trainer.strategy, trainer.precision_plugin
+    task._trainer = trainer
+    on_cpu = strategy.root_device.type == "cpu"
+    if not on_cpu:
+        task.to(strategy.root_device)
+    task.setup("fit")
+    optimizer: Any = task.configure_optimizers()  # `FederatedTask`'s: one optimizer, no scheduler
+    clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    task.on_fit_start()
+    call("on_train_start")
+    with torch.enable_grad():
+        while epochs.processed != max_epochs and steps.completed != max_steps:
+            call("on_train_epoch_start")
+            for index, batch in enumerate(batches):
+                if not on_cpu:
+                    batch = strategy.batch_to_device(batch)
+                task.on_train_batch_start(batch, index)
+                outputs: list[Tensor] = []
+
+                def closure(batch: Batch = batch, index: int = index, outputs: list[Tensor] = outputs) -> Tensor:
+                    with precision.train_step_context():
+                        loss = task.training_step(batch, index)
+                    outputs.append(loss)
+                    call("on_before_zero_grad", optimizer)
+                    optimizer.zero_grad()
+                    call("on_before_backward", loss)
+                    loss.backward()
+                    call("on_after_backward")
+                    call("on_before_optimizer_step", optimizer)
+                    if clip:
+                        precision.clip_gradients(optimizer, clip, GradClipAlgorithmType(algorithm))
+                    return loss.detach()
+
+                task.optimizer_step(epochs.processed, index, optimizer, closure)
+                steps.completed += 1
+                call("on_train_batch_end", outputs[-1].detach(), batch, index)
+                if steps.completed == max_steps:
+                    break
+            call("on_train_epoch_end")
+            epochs.processed += 1
+            epochs.completed += 1
+    call("on_train_end")
+    call("on_fit_end")
+    return optimizer, steps.completed
+
+
+@torch.no_grad()
+def predict(trainer: Trainer, task: FederatedTask, batches: Iterable[Batch]) -> list[Tensor]:
+    """Outputs of the task's ``predict_step`` by batch."""
+    strategy, precision = trainer.strategy, trainer.precision_plugin
+    task._trainer = trainer
+    on_cpu = strategy.root_device.type == "cpu"
+    if not on_cpu:
+        task.to(strategy.root_device)
+    task.setup("predict")
+    found = []
+    for index, batch in enumerate(batches):
+        with precision.predict_step_context():
+            found.append(task.predict_step(batch if on_cpu else strategy.batch_to_device(batch), index))
+    return found
+
+
+def _overrides(task: FederatedTask, name: str) -> bool:
+    return getattr(type(task), name) is not getattr(LightningModule, name)
