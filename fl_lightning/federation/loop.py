@@ -19,6 +19,7 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.engines.base import Engine
 from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.sampling import AllClients, CohortSampler
@@ -35,7 +36,9 @@ class FederationLoop:
     Args:
         name: Name of the run; its folder is ``lightning_logs/<name>/version_N``.
         sampler: Draws the cohort of each round; everybody by default.
-        engine: Where client work runs. "serial": one client after the other, in this process.
+        engine: Where client work runs. "serial": one client after the other, in this process. "vectorized": small clients
+            together, as one batched computation, equal to float tolerance.
+        vectorized_clients: Most clients in one batched computation, at least 1.
         client_loop: "trainer": a client's fit is a fit of Lightning's Trainer; "lean": the same step without the Trainer's
             costs, bit for bit; "auto": lean where callbacks, precision and strategy allow it.
         evaluate_every: Evaluate every so many rounds (and before the first and after the last), at least 1.
@@ -54,7 +57,8 @@ class FederationLoop:
         self,
         name: str = "federation",
         sampler: CohortSampler | None = None,
-        engine: Literal["serial"] = "serial",
+        engine: Literal["serial", "vectorized"] = "serial",
+        vectorized_clients: int = 64,
         client_loop: ClientLoop = "auto",
         evaluate_every: int = 1,
         validate: bool = True,
@@ -71,12 +75,14 @@ class FederationLoop:
             "checkpoint_every": checkpoint_every,
             "keep_last": keep_last,
             "eval_batch_size": eval_batch_size,
+            "vectorized_clients": vectorized_clients,
             "num_threads": num_threads if num_threads is not None else 1,
         }.items():
             if value < 1:
                 raise ValueError(f"federation.{label} is {value}; it must be at least 1")
-        if engine != "serial":
-            raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial'")
+        if engine not in ("serial", "vectorized"):
+            raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial', 'vectorized'")
+        self.vectorized_clients = vectorized_clients
         if client_loop not in ("auto", "trainer", "lean"):
             raise ValueError(f"federation.client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
         self.client_loop: ClientLoop = client_loop
@@ -107,6 +113,8 @@ class FederationLoop:
         self.assemble_model(method, model, data.info, trainer, seed, data.batch_size)
         self.memory = MemoryStore()
         self.engine: Engine = SerialEngine(self.participant, data, self.memory)
+        if self.engine_name == "vectorized":
+            self.engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients)
         self.evaluator = Evaluator(data, self.info, self.participant, self.eval_batch_size if self.dry_run else None)
 
     def assemble_model(

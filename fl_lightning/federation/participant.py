@@ -250,17 +250,22 @@ class Participant:
             The limits of epochs and steps, -1 for none.
         """
         trainer = self.trainer
-        epochs, steps = self._max_epochs, self._max_steps
-        if not self._dry:
-            epochs = int(overrides.get("max_epochs", epochs if epochs is not None else 1))
-            steps = int(overrides.get("max_steps", steps))
+        epochs, steps, _ = self.budget(overrides)
         old = trainer.fit_loop
         trainer.fit_loop = type(old)(trainer, min_epochs=old.min_epochs, max_epochs=epochs)
         trainer.fit_loop.epoch_loop = type(old.epoch_loop)(trainer, min_steps=old.epoch_loop.min_steps, max_steps=steps)
         trainer.should_stop = False
         # Callbacks change these in the middle of a fit.
         trainer.accumulate_grad_batches, trainer.gradient_clip_val = self._accumulate, self._clip
-        return -1 if epochs is None else epochs, steps
+        return epochs, steps
+
+    def budget(self, overrides: Mapping[str, float]) -> tuple[int, int, int]:
+        """Epochs and steps, -1 for no limit, and batch size of a fit."""
+        epochs, steps = self._max_epochs, self._max_steps
+        if not self._dry:
+            epochs = int(overrides.get("max_epochs", epochs if epochs is not None else 1))
+            steps = int(overrides.get("max_steps", steps))
+        return -1 if epochs is None else epochs, steps, int(overrides.get("batch_size", self.batch_size))
 
     @torch.no_grad()
     def _predict(self, task: FederatedTask, request: Predict) -> Result:

@@ -65,6 +65,11 @@ class FederatedTask(LightningModule):
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of a batch, a scalar."""
 
+    def example_losses(self, batch: Batch) -> Tensor:
+        """Loss of every example, (B,), whose mean is `loss`, as a pure function of parameters and batch: what the
+        vectorised engine needs, which refuses tasks without."""
+        raise NotImplementedError(f"{type(self).__name__} has no example_losses")
+
     def cached(self, examples: Examples) -> Examples | None:
         """The examples with their inputs run through the part of the network that never trains, or None to use them as
         they are. Where examples are returned, ``inputs_are_cached`` is set while they are used."""

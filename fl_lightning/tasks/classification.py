@@ -55,3 +55,6 @@ class ClassificationTask(FederatedTask):
 
     def loss(self, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(batch.inputs), batch.labels)
+
+    def example_losses(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.logits(batch.inputs), batch.labels, reduction="none")

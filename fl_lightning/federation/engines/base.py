@@ -30,6 +30,21 @@ class Total:
     bytes_up: int = 0
     bytes_down: int = 0
 
+    def take(self, reply: Reply, received: Message, weight: float) -> float:
+        """Count a reply and add its numbers, weighted; returns the weight."""
+        self.bytes_down += received.nbytes
+        self.bytes_up += reply.message.nbytes
+        self.num_examples += reply.message.num_examples
+        for means, values in (self.scalars, reply.message.scalars), (self.metrics, reply.metrics):
+            for name, value in values.items():
+                means[name] = means.get(name, 0.0) + value * weight
+        return weight
+
+    def average(self, weights: float) -> None:
+        """Turn sums into means."""
+        self.scalars = {name: value / weights for name, value in self.scalars.items()}
+        self.metrics = {name: value / weights for name, value in self.metrics.items()}
+
 
 class Engine(ABC):
     """Runs a cohort's programs and reduces their replies in fixed blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -53,38 +53,40 @@ class SerialEngine(Engine):
         progress: Callable[[str], None],
     ) -> Total:
         total = Total(clients=tuple(cohort))
-        reducer = BlockReducer(uplink, weight)
-        weights = 0.0
-        memories = {}
-        gradients_before = self.participant.num_gradients
-        for number, key in enumerate(cohort):
-            progress(key)
-            groups = addressed(key)
-            received = message if groups is None else message.only(groups)
-            total.bytes_down += received.nbytes
-            reply: Reply = self.participant.run(
-                program.update(self.client(key, message.round), received), message.round, key
-            )
+        reducer, weights, memories = BlockReducer(uplink, weight), 0.0, {}
+        before = self.participant.num_gradients
+        for number, (reply, received) in enumerate(self.replies(program, message, cohort, addressed, progress), 1):
             check_reply(reply, uplink)
             reducer.add(reply.message)
-            if (number + 1) % BLOCK_SIZE == 0:
+            if number % BLOCK_SIZE == 0:
                 reducer.close_block()
             if reply.memory is not None:
-                memories[key] = reply.memory
-            total.bytes_up += reply.message.nbytes
-            total.num_examples += reply.message.num_examples
-            share = weight(reply.message)
-            weights += share
-            for means, values in (total.scalars, reply.message.scalars), (total.metrics, reply.metrics):
-                for name, value in values.items():
-                    means[name] = means.get(name, 0.0) + value * share
+                memories[reply.message.sender] = reply.memory
+            weights += total.take(reply, received, weight(reply.message))
         total.groups = reducer.finish()
-        total.scalars = {name: value / weights for name, value in total.scalars.items()}
-        total.metrics = {name: value / weights for name, value in total.metrics.items()}
-        total.num_gradients = self.participant.num_gradients - gradients_before
+        total.average(weights)
+        total.num_gradients = self.participant.num_gradients - before
         for key, memory in memories.items():
             self.memory.commit(key, memory)
         return total
+
+    def replies(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        addressed: Addressed,
+        progress: Callable[[str], None],
+    ) -> Iterator[tuple[Reply, Message]]:
+        """Replies in the order of the cohort, each with what its client had received."""
+        for key in cohort:
+            progress(key)
+            groups = addressed(key)
+            received = message if groups is None else message.only(groups)
+            yield (
+                self.participant.run(program.update(self.client(key, message.round), received), message.round, key),
+                received,
+            )
 
     def evaluate(
         self, program: ClientProgram, message: Message, clients: Sequence[str]

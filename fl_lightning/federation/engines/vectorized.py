@@ -1,0 +1,378 @@
+"""Many small clients as one batched computation: the same rules, mapped over a leading axis of clients.
+
+Clients advance side by side. Fits of one kind (task, rules, budget, groups given) are stacked and taken together, step by
+step; anything else a client asks for is done one by one. The optimizer is torch's own, on stacked parameters: those that
+are allowed act on every element by itself. A client with fewer steps, or a shorter last batch, is masked exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.federation import lean
+from fl_lightning.federation.engines.base import Addressed
+from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.state import MemoryStore
+from fl_lightning.message import Message
+from fl_lightning.methods.base import ClientProgram, Fit, Reply, Result, Steps
+from fl_lightning.rng import torch_generator
+from fl_lightning.rules.base import Composed, LocalRule, Oracle, Tensors, tree_map, tree_norm, tree_scale
+from fl_lightning.tasks.base import Batch, FederatedTask
+
+# Optimizers that treat every element by itself, so that a stack of clients' parameters is as good as each alone.
+ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad)
+
+
+@dataclass
+class Turn:
+    """A client's turn as far as it has come."""
+
+    key: str
+    steps: Steps
+    request: Any = None
+    reply: Reply | None = None
+
+    def advance(self, result: Result | None) -> None:
+        """Hand the last request's result over and take the next request, or the reply."""
+        try:
+            self.request = next(self.steps) if result is None else self.steps.send(result)
+        except StopIteration as end:
+            self.request, self.reply = None, end.value
+
+
+class VectorizedEngine(SerialEngine):
+    """Runs a cohort's fits together, as many clients at a time as are asked for.
+
+    Args:
+        participant: Carries out what cannot be stacked, and holds tasks, device and clipping.
+        data: Holds every client's examples.
+        memory: Client memories.
+        chunk: Clients at a time, at least 1; memory grows with it.
+
+    Raises:
+        ValueError: The run has something that a stack of clients cannot do as each alone would.
+    """
+
+    def __init__(
+        self, participant: Participant, data: FederatedDataModule, memory: MemoryStore, chunk: int = 64
+    ) -> None:
+        super().__init__(participant, data, memory)
+        if chunk < 1:
+            raise ValueError(f"federation.vectorized_clients is {chunk}; it must be at least 1")
+        self.chunk = chunk
+        trainer = participant.trainer
+        reasons = {
+            f"trainer.precision is {trainer.precision}; only 32-true and 64-true are the same as alone": trainer.precision
+            in ("32-true", "64-true"),
+            f"callback {type(participant.callbacks[0]).__name__ if participant.callbacks else ''} watches single fits": (
+                not participant.callbacks
+            ),
+            "data.augmentation draws for every client by itself": not data.augmentation,
+        }
+        for reason, holds in reasons.items():
+            if not holds:
+                raise ValueError(f"federation.engine 'vectorized' cannot run this: {reason}; use engine 'serial'")
+
+    def replies(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        addressed: Addressed,
+        progress: Callable[[str], None],
+    ) -> Iterator[tuple[Reply, Message]]:
+        """As the serial engine, a chunk of clients at a time."""
+        for first in range(0, len(cohort), self.chunk):
+            turns, received = [], []
+            for key in cohort[first : first + self.chunk]:
+                progress(key)
+                groups = addressed(key)
+                received.append(message if groups is None else message.only(groups))
+                turns.append(Turn(key, program.update(self.client(key, message.round), received[-1])))
+            for turn in turns:
+                turn.advance(None)
+            while any(turn.request is not None for turn in turns):
+                self._step(program, message.round, [turn for turn in turns if turn.request is not None])
+            for turn, message_in in zip(turns, received, strict=True):
+                assert turn.reply is not None
+                yield turn.reply, message_in
+
+    def _step(self, program: ClientProgram, round: int, turns: list[Turn]) -> None:
+        """One request of every client."""
+        groups: dict[Any, list[Turn]] = {}
+        for turn in turns:
+            if isinstance(turn.request, Fit):
+                groups.setdefault(_kind(turn.request), []).append(turn)
+            else:
+                turn.advance(self.participant.execute(turn.request, round, turn.key))
+        for members in groups.values():
+            requests = [turn.request for turn in members]
+            self._check(program, requests[0])
+            for turn, result in zip(members, self._fit(round, members), strict=True):
+                turn.advance(result)
+
+    def _check(self, program: ClientProgram, fit: Fit) -> None:
+        """Refuse by name what would differ from a fit alone."""
+        task = self.participant.tasks[fit.task]
+        reason = lean.obstacle(self.participant.trainer, task, fit.callbacks)
+        modules = list(task.modules())
+        if reason is not None:
+            reason = f"a fit needs Lightning's Trainer because {reason}"
+        elif type(task).example_losses is FederatedTask.example_losses:
+            reason = f"{type(task).__name__} has no example_losses"
+        elif found := [m for m in modules if isinstance(m, _BatchNorm)]:
+            reason = f"{type(found[0]).__name__} keeps statistics of its batches; GroupNorm does not"
+        elif task.persistent_buffers():
+            reason = f"{type(task).__name__} has buffers: {', '.join(task.persistent_buffers())}"
+        elif drawing := [m for m in modules if isinstance(m, (_DropoutNd, nn.MultiheadAttention)) and _drops(m)]:
+            reason = f"{type(drawing[0]).__name__} draws for every client by itself"
+        if reason is not None:
+            raise ValueError(f"{type(program).__name__} cannot be vectorised: {reason}; use federation.engine serial")
+
+    def _fit(self, round: int, turns: list[Turn]) -> list[Result]:
+        """Train all clients of a kind together."""
+        worker, fits = self.participant, [turn.request for turn in turns]
+        task: FederatedTask = worker.tasks[fits[0].task]
+        device = worker.trainer.strategy.root_device
+        task.to(device)
+        task.train()
+        if fits[0].start is None:
+            raise ValueError("a vectorised fit needs a start; there is no model that clients share")
+        names = list(task.trainable())
+        params = {n: torch.stack([fit.start[n] for fit in fits]).to(device) for n in names}
+        optimizer = self._optimizer(task, params, fits[0])
+        rule = (
+            LocalRule()
+            if not fits[0].rules
+            else fits[0].rules[0]
+            if len(fits[0].rules) == 1
+            else Composed(fits[0].rules)
+        )
+        given, axes = _stacked([fit.given for fit in fits], device)
+        start = {n: p.clone() for n, p in params.items()}  # the optimizer writes into ``params``
+        constants = vmap(rule.constants, in_dims=(0, axes))(start, given)
+        carry = vmap(rule.initial_carry)(start)
+        schedule = Schedule(worker, round, turns, device)
+        step = VectorizedStep(task, rule, worker.trainer.gradient_clip_val, worker.trainer.gradient_clip_algorithm)
+        loss_sum = torch.zeros(len(fits), device=device)
+        num_gradients, lr_sum = torch.zeros(len(fits), dtype=torch.int64), torch.zeros(len(fits), dtype=torch.float64)
+        for number, (inputs, labels, mask, active) in enumerate(schedule):
+            whole = bool(active.all())
+            kept = None if whole else {n: p.detach().clone() for n, p in params.items()}
+            direction, moved, losses, calls = step(params, inputs, labels, mask, constants, carry, number)
+            for n, parameter in optimizer_parameters(optimizer, names):
+                parameter.grad = direction[n].detach()
+            optimizer.step()
+            current = {n: p.detach() for n, p in optimizer_parameters(optimizer, names)}
+            if kept is None:
+                carry = moved
+            else:
+                current = _where(active, current, kept)
+                for n, parameter in optimizer_parameters(optimizer, names):
+                    parameter.data = current[n]
+                carry = _where(active, moved, carry)
+            params = current
+            on_cpu = active.cpu()
+            loss_sum += torch.where(active, losses.detach(), torch.zeros_like(losses)).float()
+            num_gradients += calls * on_cpu
+            lr_sum += optimizer.param_groups[0]["lr"] * on_cpu.double()
+        worker.num_gradients += int(num_gradients.sum())
+        outcome = rule.outcome(carry)
+        steps = schedule.steps
+        return [
+            Result(
+                params={n: p[k].to("cpu", copy=True) for n, p in params.items()},
+                num_steps=steps[k],
+                lr_sum=float(lr_sum[k]),
+                metrics={"loss": float(loss_sum[k]) / max(steps[k], 1)},
+                num_gradients=int(num_gradients[k]),
+                outcome={g: {n: v[k].to("cpu", copy=True) for n, v in t.items()} for g, t in outcome.items()},
+            )
+            for k in range(len(fits))
+        ]
+
+    def _optimizer(self, task: FederatedTask, params: dict[str, Tensor], fit: Fit) -> Optimizer:
+        optimizer = task.optimizer([nn.Parameter(p) for p in params.values()])
+        if type(optimizer) not in ELEMENTWISE:
+            allowed = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be vectorised: it may mix a parameter's elements; allowed: {allowed}"
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = fit.overrides.get("lr_scale", 1.0) * fit.overrides.get("lr", group["lr"])
+        for n, p in zip(params, optimizer.param_groups[0]["params"], strict=True):
+            params[n] = p.detach()
+        return optimizer
+
+
+def optimizer_parameters(optimizer: Optimizer, names: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters by name."""
+    return zip(names, optimizer.param_groups[0]["params"], strict=True)
+
+
+class VectorizedStep:
+    """The direction of one step for all clients, by the rule that a client alone would follow.
+
+    Args:
+        task: Gives the losses of examples.
+        rule: How the direction comes from gradients.
+        clip: ``gradient_clip_val`` of the trainer; acts on every gradient, each client's by itself.
+        algorithm: ``gradient_clip_algorithm`` of the trainer.
+    """
+
+    def __init__(self, task: FederatedTask, rule: LocalRule, clip: float | None, algorithm: str | None) -> None:
+        self.losses, self.rule, self.clip = _Losses(task), rule, clip or 0.0
+        self.by_value = GradClipAlgorithmType(algorithm or "norm") == GradClipAlgorithmType.VALUE
+
+    def __call__(
+        self, params: Tensors, inputs: Tensor, labels: Tensor, mask: Tensor, constants: Any, carry: Any, number: int
+    ) -> tuple[Tensors, Any, Tensor, int]:
+        """Directions, new carries, losses (K,) of each client's first gradient, and gradients taken by each.
+
+        Args:
+            params: (K, ...) each.
+            inputs: (K, B, ...).
+            labels: (K, B).
+            mask: (K, B), 1 for an example and 0 for padding.
+            constants: Of the rule, (K, ...) leaves.
+            carry: Of the rule, (K, ...) leaves.
+            number: Steps taken before.
+        """
+        calls = 0
+
+        def one(p: Tensors, x: Tensor, y: Tensor, m: Tensor, c: Any, k: Any) -> Any:
+            first: list[Tensor] = []
+
+            def loss(at: Tensors) -> Tensor:
+                each = functional_call(self.losses, {f"task.{n}": v for n, v in at.items()}, (x, y))
+                return (each * m).sum() / m.sum()
+
+            def oracle(at: Tensors) -> Tensors:
+                nonlocal calls
+                calls += 1
+                gradient, value = grad_and_value(loss)(dict(at))
+                first.append(value)
+                return self._clipped(gradient)
+
+            direction, moved = self.rule.direction(oracle_of(oracle), p, c, k, number)
+            return dict(direction), moved, first[0]
+
+        direction, moved, losses = vmap(one)(params, inputs, labels, mask, constants, carry)
+        return direction, moved, losses, calls
+
+    def _clipped(self, gradient: Tensors) -> Tensors:
+        """As `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`."""
+        if not self.clip:
+            return gradient
+        if self.by_value:
+            return tree_map(lambda value: value.clamp(-self.clip, self.clip), gradient)
+        return tree_scale(gradient, (self.clip / (tree_norm(gradient) + 1e-6)).clamp(max=1.0))
+
+
+def oracle_of(function: Oracle) -> Oracle:
+    """A gradient oracle that takes any mapping."""
+    return lambda at: function(dict(at))
+
+
+class Schedule:
+    """The batches of all clients, step by step: each client's own order, the one that it would have alone.
+
+    Iterating gives inputs (K, B, ...), labels (K, B), mask (K, B) and who is still training (K,).
+
+    Args:
+        worker: Holds seed and budgets.
+        round: Round number.
+        turns: The clients, with their fits.
+        device: Where the batches go.
+    """
+
+    def __init__(self, worker: Participant, round: int, turns: list[Turn], device: torch.device) -> None:
+        self.device = device
+        fits = [turn.request for turn in turns]
+        epochs, steps, size = worker.budget(fits[0].overrides)
+        orders = []
+        for turn, fit in zip(turns, fits, strict=True):
+            generator = torch_generator(worker.seed, round, turn.key, *fit.key, "shuffle")
+            batches: list[Tensor] = []
+            epoch = 0
+            while epoch != epochs and not len(batches) >= steps >= 0:
+                batches += torch.randperm(len(fit.data), generator=generator).split(size)
+                epoch += 1
+            orders.append(batches if steps < 0 else batches[:steps])
+        self.steps = [len(order) for order in orders]
+        self.width = max(len(batch) for order in orders for batch in order)
+        longest = max(len(fit.data) for fit in fits)
+        whole = [fit.data.fetch(torch.arange(len(fit.data))) for fit in fits]
+        self.inputs = whole[0].new_zeros((len(fits), longest, *whole[0].shape[1:]))
+        self.labels = torch.zeros(len(fits), longest, dtype=torch.int64)
+        for k, (inputs, fit) in enumerate(zip(whole, fits, strict=True)):
+            self.inputs[k, : len(inputs)], self.labels[k, : len(inputs)] = inputs, fit.data.labels
+        self.inputs, self.labels = self.inputs.to(device), self.labels.to(device)
+        self.orders = orders
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        rows = torch.arange(len(self.orders), device=self.device)[:, None]
+        for number in range(max(self.steps)):
+            places = torch.zeros(len(self.orders), self.width, dtype=torch.int64)
+            mask = torch.zeros(len(self.orders), self.width)
+            active = torch.tensor([number < count for count in self.steps])
+            for k, order in enumerate(self.orders):
+                batch = order[min(number, len(order) - 1)]  # one who has finished computes on, to no effect
+                places[k, : len(batch)], mask[k, : len(batch)] = batch, 1.0
+            places = places.to(self.device)
+            weights = mask.to(self.device, self.inputs.dtype)
+            yield self.inputs[rows, places], self.labels[rows, places], weights, active.to(self.device)
+
+
+class _Losses(nn.Module):
+    """A task's losses of examples as a module's forward pass, so that its parameters can be handed in."""
+
+    def __init__(self, task: FederatedTask) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return self.task.example_losses(Batch(inputs, labels))
+
+
+def _kind(fit: Fit) -> Any:
+    """Fits of one kind can be stacked."""
+    return fit.task, fit.rules, tuple(sorted(fit.overrides.items())), tuple(sorted(fit.given)), fit.key
+
+
+def _stacked(given: Sequence[Mapping[str, Tensors]], device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Given groups of all clients, and the axis of the clients: None for a group that is the same for all (a broadcast)."""
+    groups: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
+    for name in given[0]:
+        shared = all(other[name] is given[0][name] for other in given)
+        tensors = given[0][name]
+        groups[name] = {
+            n: (v if shared else torch.stack([other[name][n] for other in given])).to(device)
+            for n, v in tensors.items()
+        }
+        axes[name] = None if shared else 0
+    return groups, axes
+
+
+def _where(active: Tensor, new: Any, old: Any) -> Any:
+    """The new values of the clients that are active, the old ones of the others, leaf by leaf."""
+    return torch.utils._pytree.tree_map(lambda a, b: torch.where(active.view(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+def _drops(module: nn.Module) -> bool:
+    rate = getattr(module, "p", getattr(module, "dropout", 0.0))
+    return not math.isclose(float(rate), 0.0)

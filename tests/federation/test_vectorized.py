@@ -1,0 +1,141 @@
+"""The vectorised engine gives the serial one's numbers, for every method and uneven clients, and refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from federation.tiny import federation, normalised, numbers, sgd
+from lightning.pytorch import Callback
+from methods.test_flat_family import FAMILY
+from torch import Tensor, nn
+
+from fl_lightning.data.augmentation import HorizontalFlip
+from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.sampling import UniformSampler
+from fl_lightning.methods import FedAvg, LocalOnly
+from fl_lightning.tasks import ClassificationTask, FederatedTask
+
+METHODS = {name: make for name, (make, *_) in FAMILY.items()} | {"local_only": LocalOnly}
+SIZES = (7, 12, 5, 4)  # steps of 4, 6, 4, 2 in two epochs, last batches of 3, 4, 1, 4
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
+    """The same nested containers, tensors to a tolerance."""
+    leaves = [torch.utils._pytree.tree_leaves(x) for x in (a, b)]
+    for x, y in zip(*leaves, strict=True):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            torch.testing.assert_close(x, y, rtol=0, atol=tolerance)
+        else:
+            assert type(x) is type(y)
+
+
+def pair(make: Callable[[], Any], **options: Any) -> tuple[FederationLoop, FederationLoop]:
+    loops = []
+    for engine in ("vectorized", "serial"):
+        loop = federation(make(), SIZES, engine=engine, **options)
+        loop.fit()
+        loops.append(loop)
+    return loops[0], loops[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_and_uneven_clients(name: str) -> None:
+    ours, serial = pair(
+        lambda: METHODS[name](rounds=4),
+        sampler=UniformSampler(size=3),
+        trainer={"max_epochs": 2, "gradient_clip_val": 0.3},
+        vectorized_clients=2,
+    )
+    close(ours.method.state_dict(), serial.method.state_dict())
+    close(ours.memory.state_dict(), serial.memory.state_dict())
+    for mine, theirs in zip(numbers(ours), numbers(serial), strict=True):
+        assert mine.keys() == theirs.keys()
+        # What is counted is the same; what is computed, nearly.
+        assert mine == pytest.approx(theirs, abs=1e-6)
+        counted = [k for k in mine if k.startswith(("comm/", "round/"))]
+        assert [mine[k] for k in counted] == [theirs[k] for k in counted]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        sgd(0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.01),
+    ],
+    ids=["momentum", "adamw", "adagrad", "rmsprop"],
+)
+def test_optimizers_with_state(optimizer: Callable) -> None:
+    """One who has finished does not drift on with momentum or weight decay while the others go on."""
+    ours, serial = pair(lambda: FedAvg(rounds=2, lr_decay=0.5), optimizer=optimizer, trainer={"max_epochs": 3})
+    close(ours.method.state_dict()["parameters"], serial.method.state_dict()["parameters"])
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"max_steps": 3, "max_epochs": 9}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
+)
+def test_the_trainer_section_counts(trainer: dict[str, Any]) -> None:
+    ours, serial = pair(lambda: FedAvg(rounds=2), trainer=trainer)
+    close(ours.method.state_dict()["parameters"], serial.method.state_dict()["parameters"])
+    assert ours.history[1]["round/gradients"] == serial.history[1]["round/gradients"]
+
+
+def test_a_chunk_changes_nothing_but_memory() -> None:
+    states = []
+    for chunk in (1, 3, 64):
+        loop = federation(FedAvg(rounds=2), SIZES, engine="vectorized", vectorized_clients=chunk)
+        loop.fit()
+        states.append(loop.method.state_dict()["parameters"])
+    close(states[0], states[1])
+    close(states[0], states[2])
+
+
+class Dropping(nn.Sequential):
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, num_classes).double())
+
+
+class Whole(ClassificationTask):
+    """Has no losses of single examples."""
+
+    example_losses = FederatedTask.example_losses
+
+
+class Idle(Callback):
+    """Does nothing."""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"network": normalised}, "AveragingClient cannot be vectorised: BatchNorm1d keeps statistics"),
+        ({"network": Dropping}, "AveragingClient cannot be vectorised: Dropout draws"),
+        ({"trainer": {"accumulate_grad_batches": 2}}, "cannot be vectorised: .*accumulate_grad_batches"),
+        ({"trainer": {"precision": "bf16-mixed"}}, "trainer.precision is bf16-mixed"),
+        ({"trainer": {"callbacks": [Idle()]}}, "callback Idle watches single fits"),
+        ({"data_options": {"augmentation": [HorizontalFlip()]}}, "data.augmentation draws"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS cannot be vectorised"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_would_differ_is_refused_before_training(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        federation(FedAvg(rounds=1), (6, 6), engine="vectorized", **options).fit()
+
+
+def test_a_task_without_losses_of_examples_is_refused() -> None:
+    loop = federation(FedAvg(rounds=1), (6, 6), engine="vectorized")
+    loop.participant.tasks["model"].__class__ = Whole
+    with pytest.raises(ValueError, match="Whole has no example_losses"):
+        loop.fit()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match=r"federation.engine is 'fast'; allowed: 'serial', 'vectorized'"):
+        federation(FedAvg(rounds=1), engine="fast")
+    with pytest.raises(ValueError, match=r"federation.vectorized_clients is 0; it must be at least 1"):
+        federation(FedAvg(rounds=1), engine="vectorized", vectorized_clients=0)
