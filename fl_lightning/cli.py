@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
 from itertools import pairwise
@@ -37,7 +38,7 @@ from fl_lightning.federation.flatness import FlatnessMeter
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder, write_json
-from fl_lightning.federation.state import CheckpointFolder, read_checkpoint
+from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
 from fl_lightning.usage import fail, usage_errors
@@ -52,9 +53,17 @@ _NOT_MEANING = {
     "images": None,
     "output": None,
     "meter": None,
-    "federation": ("name", "progress", "checkpoint_every", "keep_last", "monitor"),
+    "client": None,
+    "class_name": None,
+    "approximate": None,
+    "verify": None,
+    "federation": ("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor"),
     "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),
 }
+
+
+# Of a run's folder: what holds no weights and no picture of what was trained, or is rewritten.
+_KEPT_BY_UNLEARN = ("config.yaml", "partition.json", "partition.png", "metrics.csv", "checkpoints", "unlearned_*.json")
 
 
 class Verbs(Trainer):
@@ -114,6 +123,24 @@ class Verbs(Trainer):
             output: Folder of the files, made if need be; by default the run's.
         """
 
+    def unlearn(
+        self,
+        ckpt_path: str | None = None,
+        client: str | None = None,
+        class_name: str | None = None,
+        approximate: bool = False,
+        verify: bool = False,
+    ) -> None:
+        """Make a run forget a client or a class: delete what it left, train again what depended on it.
+
+        Args:
+            ckpt_path: A round checkpoint, a run's folder, or "last".
+            client: The key of the client.
+            class_name: The name of the class, in place of a client.
+            approximate: Only never name the class again; its influence on the weights stays.
+            verify: Train a federation that the key never joined, and compare hashes of the states.
+        """
+
 
 class FederatedCLI(LightningCLI):
     """One run of the command line, from a configuration to its end.
@@ -128,7 +155,10 @@ class FederatedCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {name: set() for name in ("fit", "validate", "test", "predict", "partition", "compare", "flatness")}
+        return {
+            name: set()
+            for name in ("fit", "validate", "test", "predict", "partition", "compare", "flatness", "unlearn")
+        }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_subclass_arguments(Method, "method", required=True)
@@ -288,6 +318,71 @@ class FederatedCLI(LightningCLI):
         pictures = meter.draw(self.loop, folder)
         print(f"files: {', '.join(map(str, [folder / 'flatness.json', *pictures]))}")
 
+    def unlearn(
+        self,
+        ckpt_path: str | None = None,
+        client: str | None = None,
+        class_name: str | None = None,
+        approximate: bool = False,
+        verify: bool = False,
+    ) -> None:
+        with usage_errors():
+            if (client is None) == (class_name is None):
+                raise ValueError("unlearn takes one of --client and --class_name")
+            if approximate and verify:
+                raise ValueError("an approximate unlearning leaves traces, so there is nothing to verify")
+            key = client if client is not None else f"class:{class_name}"
+            path = self.checkpoint(ckpt_path)
+            state, facts = read_checkpoint(path)
+            self.assemble()
+            self.loop.restore(state)
+            self.loop.rewind(self.method.unlearn(key, approximate))
+        folder = self.run_folder = path.parent.parent
+        # First the state without the key, then nothing else that could hold it: an interruption leaves no half of either.
+        facts = {name: value for name, value in facts.items() if name != "round"}
+        checkpoints = CheckpointFolder(path.parent, keep_last=10**6)
+        rewound = checkpoints.save(self.loop.round, self.loop.state_dict(), facts)
+        gone = [p for p in (*checkpoints.list(), *path.parent.glob(".writing_*")) if p != rewound]
+        gone += [p for p in folder.iterdir() if not any(map(p.match, _KEPT_BY_UNLEARN))]
+        for old in gone:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        print(f"deleted: {', '.join(sorted(str(p.relative_to(folder)) for p in gone)) or 'nothing'}")
+        if self.loop.progress:
+            self.loop.callbacks.append(ProgressDisplay())
+        self.loop.callbacks.insert(0, Recorder(folder, self.loggers(folder)))
+        self.loop.fit(folder, rewound, facts)
+        report: dict[str, Any] = {
+            "forgotten": key,
+            "approximate": approximate,
+            "round": self.loop.round,
+            "sha256": self._digests(),
+        }
+        if verify:
+            report["never_joined_sha256"] = expected = self._never_joined(folder)._digests()
+            report["exact"] = expected == report["sha256"]
+            for name, found in report["sha256"].items():
+                print(f"{name:<12} {'equal' if found == expected[name] else 'DIFFERS'}  {found[:16]}")
+        write_json(folder / f"unlearned_{re.sub('[^A-Za-z0-9]+', '_', key)}.json", report)
+        print(f"forgotten: {key}   run: {folder}")
+        print("not touched: what peers, exports outside of the run's folder and backups keep")
+        if verify and not report["exact"]:
+            raise SystemExit(fail(f"the state differs from that of a federation without {key}"))
+
+    def _digests(self) -> dict[str, str]:
+        """SHA-256 of each part of the server's state, and of the clients' memories."""
+        parts = {**self.method.state_dict(), "memory": self.loop.memory.state_dict()}
+        return {name: digest(value) for name, value in parts.items()}
+
+    def _never_joined(self, folder: Path) -> FederatedCLI:
+        """The same federation, trained without the keys that have been forgotten."""
+        without = list(self.method.without)
+        with tempfile.TemporaryDirectory() as root:
+            arguments = ["--method.init_args.without", json.dumps(without), "--trainer.default_root_dir", root]
+            print(f"verifying: training a federation without {', '.join(without)}")
+            other = run(["fit", "--config", str(folder / "config.yaml"), *arguments, "--trainer.logger", "false"])
+        assert isinstance(other, FederatedCLI)
+        return other
+
     # ---- helpers
 
     def assemble(self) -> None:
@@ -414,7 +509,7 @@ def run(arguments: list[str]) -> object:
 
         with usage_errors():
             return compare(arguments[1:])
-    arguments = _with_config_of_checkpoint(arguments)
+    arguments = _with_config_of_checkpoint(_with_values_of_flags(arguments))
     parser_options = {"exit_on_error": False}
     with usage_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
@@ -433,6 +528,16 @@ def run(arguments: list[str]) -> object:
         )
     LightningCLI._run_subcommand(cli, str(cli.subcommand))
     return cli
+
+
+def _with_values_of_flags(arguments: list[str]) -> list[str]:
+    """``--verify`` alone means true; the parser wants a value."""
+    out = []
+    for argument, after in pairwise([*arguments, "--"]):
+        out += (
+            [argument, "true"] if argument in ("--verify", "--approximate") and after.startswith("--") else [argument]
+        )
+    return out
 
 
 def _with_config_of_checkpoint(arguments: list[str]) -> list[str]:

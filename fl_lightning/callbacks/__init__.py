@@ -1,1 +1,7 @@
-"""Lightning callbacks of the methods' local fits."""
+"""Lightning callbacks of one local fit: how training changes while it goes on."""
+
+from fl_lightning.callbacks.cosine_rate import CosineRate
+from fl_lightning.callbacks.generator_pretraining import GeneratorPretraining
+from fl_lightning.callbacks.grpo_stage_switch import GRPOStageSwitch
+
+__all__ = ["CosineRate", "GRPOStageSwitch", "GeneratorPretraining"]

@@ -283,6 +283,13 @@ class FederationLoop:
         self.memory.load_state_dict(state["memory"])
         self.history, self.seconds = list(state["history"]), dict(state["seconds"])
 
+    def rewind(self, round: int) -> None:
+        """Go back to after a round, with the method's state as it is: later rows of the record and client memories go."""
+        if round < self.round:
+            self.round = round
+            self.history = [row for row in self.history if row["round"] <= round]
+            self.memory.load_state_dict({})
+
     def _commit(self) -> None:
         """Remember the state after a finished round, so that an interrupt in the next one loses nothing before it."""
         if self.folder is not None and self.is_main:

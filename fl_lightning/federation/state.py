@@ -79,6 +79,14 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return value
 
 
+def digest(value: Any) -> str:
+    """SHA-256 of nested dicts and lists of tensors and JSON values: equal for states that are equal to the last bit."""
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(flatten(value, tensors), sort_keys=True).encode()
+    content = save_safetensors({name: tensors[name].clone() for name in sorted(tensors)})
+    return hashlib.sha256(tree + content).hexdigest()
+
+
 class CheckpointFolder:
     """Round checkpoints of one run: ``round_00012/`` folders, each whole or not there.
 

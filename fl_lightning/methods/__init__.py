@@ -7,6 +7,7 @@ from fl_lightning.methods.fedasam import FedASAM
 from fl_lightning.methods.fedcm import FedCM
 from fl_lightning.methods.feddtl import FedDTL
 from fl_lightning.methods.feddyn import FedDyn
+from fl_lightning.methods.federated_factory import FederatedFactory
 from fl_lightning.methods.fedgamma import FedGAMMA
 from fl_lightning.methods.fedgloss import FedGloSS
 from fl_lightning.methods.fedlesam import FedLESAM
@@ -38,6 +39,7 @@ __all__ = [
     "FedSAM",
     "FedSMOO",
     "FedSpeed",
+    "FederatedFactory",
     "Fit",
     "LocalOnly",
     "Method",

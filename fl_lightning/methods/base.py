@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -202,6 +202,8 @@ class Method(ABC):
         rounds: Number of rounds, at least 1.
     """
 
+    without: Sequence[str] = ()
+
     def __init__(self, rounds: int) -> None:
         if rounds < 1:
             raise ValueError(f"rounds is {rounds}; it must be at least 1")
@@ -250,6 +252,23 @@ class Method(ABC):
     @abstractmethod
     def evaluations(self) -> dict[str, Predict]:
         """Models to score on the test sets, by prefix; "" is the model whose accuracy is reported."""
+
+    def unlearn(self, key: str, approximate: bool = False) -> int:
+        """Remove what a client (its key) or a class ("class:" and its name) left in the state.
+
+        A method that can takes the keys of those who never take part as its argument ``without``, and adds to it here.
+
+        Args:
+            key: Who or what is to be forgotten.
+            approximate: The cheap variant, where a method has one: hide the influence instead of removing it.
+
+        Returns:
+            The round to go on after: later ones are run again.
+
+        Raises:
+            ValueError: The method cannot, or the key is unknown.
+        """
+        raise ValueError(f"{type(self).__name__} cannot unlearn: its model mixes what all clients sent")
 
     def momentum(self) -> dict[str, Tensor] | None:
         """The displacement of the global parameters that the server carries from round to round, downhill; None where it

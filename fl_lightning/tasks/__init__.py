@@ -3,5 +3,17 @@
 from fl_lightning.tasks.base import Batch, FederatedTask
 from fl_lightning.tasks.classification import ClassificationTask
 from fl_lightning.tasks.clip import ClipPretrainTask, ClipTask
+from fl_lightning.tasks.diffusion import DiffusionTask
+from fl_lightning.tasks.generator import CVAETask, GaussianTask, GeneratorTask
 
-__all__ = ["Batch", "ClassificationTask", "ClipPretrainTask", "ClipTask", "FederatedTask"]
+__all__ = [
+    "Batch",
+    "CVAETask",
+    "ClassificationTask",
+    "ClipPretrainTask",
+    "ClipTask",
+    "DiffusionTask",
+    "FederatedTask",
+    "GaussianTask",
+    "GeneratorTask",
+]

@@ -111,7 +111,9 @@ class Idle(Callback):
     ],
 )
 def test_what_needs_the_trainer_is_named(trainer: dict[str, Any], reason: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(ValueError, match=f"client_loop is 'lean', but a fit needs Lightning's Trainer because {reason}"):
+    with pytest.raises(
+        ValueError, match=f"client_loop is 'lean', but a fit needs Lightning's Trainer because {reason}"
+    ):
         federation(FedAvg(rounds=1), trainer=trainer, client_loop="lean").fit()
     capsys.readouterr()
     federation(FedAvg(rounds=2), trainer=trainer).fit()  # auto

@@ -1,0 +1,1 @@
+"""Making data: samplers of diffusion models."""

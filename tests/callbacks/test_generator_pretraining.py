@@ -1,0 +1,185 @@
+"""What the callback does to a fit: averages, norms, learning rates, broken gradients, early ends, grids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from federation.tiny import CPU, same
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from fl_lightning.callbacks.generator_pretraining import GeneratorPretraining
+from fl_lightning.data.examples import DataInfo, TensorExamples
+from fl_lightning.federation.participant import Participant
+from fl_lightning.methods.base import Fit, Result
+from fl_lightning.models.edm2 import EDM2UNet, MPConv
+from fl_lightning.optim.ema import lr_factor, power_beta, std_to_exp
+from fl_lightning.rng import torch_generator
+from fl_lightning.synthesis.samplers import sample_seeds
+from fl_lightning.tasks import ClassificationTask
+from fl_lightning.tasks.diffusion import DiffusionTask
+
+INFO = DataInfo(("one",), (1, 4, 4), (0,))
+# Ten images in batches of 4: every epoch ends with a batch of 2.
+DATA = TensorExamples(torch.rand(10, 1, 4, 4, generator=torch_generator(0)), torch.zeros(10, dtype=torch.long))
+SIZES = (4, 4, 2)
+
+
+def tiny(input_shape: tuple[int, int, int], label_dim: int = 0) -> nn.Module:
+    return EDM2UNet(input_shape, label_dim, width=4, multipliers=(1,))
+
+
+def made() -> DiffusionTask:
+    task = DiffusionTask(tiny, steps=3)
+    task.build(INFO, 0)
+    return task
+
+
+class Watch(Callback):
+    """Notes what the optimizer is about to use, and the weights after each step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.weights: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:  # type: ignore[no-untyped-def]
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:  # type: ignore[no-untyped-def]
+        self.weights.append({name: p.detach().clone() for name, p in module.named_parameters()})
+
+
+def fitted(callback: GeneratorPretraining, steps: int = 7, trainer: dict | None = None, *more: Callback) -> Result:
+    task = made()
+    worker = Participant({"g": task}, {**CPU, **(trainer or {})}, 4, seed=0)
+    overrides = {"max_steps": steps, "max_epochs": 100}
+    return worker.execute(Fit("g", DATA, task.fresh(0), callbacks=(callback, *more), overrides=overrides), 1, "a")
+
+
+def test_the_average_is_what_is_handed_out() -> None:
+    watch = Watch()
+    result = fitted(GeneratorPretraining(0.1, ramp_images=0), 7, None, watch)
+    average, seen = {}, 0
+    for step, weights in enumerate(watch.weights):
+        size = SIZES[step % 3]
+        seen += size
+        beta = power_beta(std_to_exp(0.1), seen, size)
+        average = {
+            name: value if not step else beta * average[name] + (1 - beta) * value for name, value in weights.items()
+        }
+    assert seen == 4 + 4 + 2 + 4 + 4 + 2 + 4
+    for name, value in average.items():
+        assert torch.allclose(result.params[name], value, atol=1e-6), name
+    last = fitted(GeneratorPretraining(None, ramp_images=0))
+    assert same(last.params, watch.weights[-1])
+    assert not same(result.params, last.params)
+    assert same(fitted(GeneratorPretraining(0.1, ramp_images=0), 1).params, watch.weights[0])
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_weights_have_unit_rows_after_every_step(normalise: bool) -> None:
+    watch = Watch()
+    fitted(GeneratorPretraining(ramp_images=0, normalise=normalise), 4, None, watch)
+    rows = {f"{name}.weight" for name, layer in made().named_modules() if isinstance(layer, MPConv)}
+    assert len(rows) > 10
+    worst = max(
+        float((weights[name].flatten(1).square().mean(1).sqrt() - 1).abs().max())
+        for weights in watch.weights
+        for name in rows
+    )
+    assert (worst < 1e-3) == normalise
+
+
+@pytest.mark.parametrize("options", [{"ramp_images": 12}, {"ramp_steps": 3}])
+def test_learning_rate_follows_the_images_seen(options: dict) -> None:
+    watch = Watch()
+    result = fitted(GeneratorPretraining(reference_batches=4, **options), 9, None, watch)
+    expected = [0.01 * lr_factor(sum((SIZES * 3)[:step]), 4, 12, 4) for step in range(9)]
+    assert watch.rates == pytest.approx(expected)
+    assert expected[0] == 0
+    assert expected[-1] < max(expected)
+    assert result.lr_sum == pytest.approx(sum(expected))
+
+
+def test_the_fits_learning_rate_is_the_base() -> None:
+    watch, task = Watch(), made()
+    worker = Participant({"g": task}, CPU, 4, seed=0)
+    callback = GeneratorPretraining(ramp_images=0, reference_batches=None)
+    worker.execute(Fit("g", DATA, callbacks=(callback, watch), overrides={"lr": 0.002}), 1, "a")
+    assert watch.rates == [0.002] * 3
+
+
+def test_broken_gradients_become_0() -> None:
+    class Break(Callback):
+        def on_after_backward(self, trainer, module) -> None:  # type: ignore[no-untyped-def]
+            gradient = module.denoiser.backbone.input.weight.grad
+            gradient[0, 0, 0, 0], gradient[0, 0, 0, 1] = float("nan"), float("inf")
+
+    result = fitted(GeneratorPretraining(ramp_images=0), 4, None, Break())
+    assert all(value.isfinite().all() for value in result.params.values())
+
+
+def test_a_criterion_ends_the_fit_and_sees_averaged_weights() -> None:
+    asked: list[tuple[int, dict[str, Tensor]]] = []
+
+    def stop(task: DiffusionTask, step: int) -> bool:
+        assert not task.training
+        asked.append((step, {name: p.clone() for name, p in task.named_parameters()}))
+        return step >= 6
+
+    callback = GeneratorPretraining(0.1, ramp_images=0, stop=stop, every=2)
+    result = fitted(callback, 100)
+    assert result.num_steps == callback.stopped_at == 6
+    assert [step for step, _ in asked] == [2, 4, 6]
+    assert same(result.params, asked[-1][1])
+    # Asking changes nothing.
+    assert same(fitted(GeneratorPretraining(0.1, ramp_images=0), 6).params, result.params)
+
+
+def test_grids_go_to_the_sink_and_change_nothing() -> None:
+    grids: list[tuple[int, Tensor]] = []
+    seeds = sample_seeds(0, "grid", 0, range(3))
+    callback = GeneratorPretraining(
+        0.1, ramp_images=0, sink=lambda step, images: grids.append((step, images)), seeds=seeds, every=3
+    )
+    result = fitted(callback)
+    assert [step for step, _ in grids] == [3, 6]
+    assert grids[0][1].shape == (3, 1, 4, 4)
+    assert not torch.equal(grids[0][1], grids[1][1])
+    assert same(result.params, fitted(GeneratorPretraining(0.1, ramp_images=0)).params)
+
+
+def test_accumulated_batches_count_as_one_step() -> None:
+    callback = GeneratorPretraining(0.1, ramp_images=0)
+    result = fitted(callback, 4, {"accumulate_grad_batches": 3})
+    assert (result.num_steps, callback.seen) == (4, 40)
+
+
+def test_a_second_fit_needs_a_new_one() -> None:
+    callback = GeneratorPretraining()
+    fitted(callback, 1)
+    with pytest.raises(ValueError, match="second fit; it holds state"):
+        fitted(callback, 1)
+
+
+def test_another_task_is_refused() -> None:
+    task = ClassificationTask()
+    task.build(INFO, 0)
+    worker = Participant({"g": task}, CPU, 4, seed=0)
+    with pytest.raises(ValueError, match="ClassificationTask; it must be a DiffusionTask"):
+        worker.execute(Fit("g", DATA, callbacks=(GeneratorPretraining(),)), 1, "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ramp_images": -1}, "ramp_images is -1; it must be at least 0"),
+        ({"ramp_steps": -1}, "ramp_steps is -1; it must be at least 0"),
+        ({"reference_batches": 0}, "reference_batches is 0; it must be above 0"),
+        ({"every": 0}, "every is 0; it must be at least 1"),
+        ({"sink": print}, "both or neither"),
+    ],
+)
+def test_wrong_values_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GeneratorPretraining(**options)
