@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import pydoc
 import re
 import sys
@@ -103,7 +104,7 @@ def _no_class(key: str, value: str) -> str:
     said = f"{key} is {value!r}, which is no class" if value else f"{key} needs a class_path"
     if base is None:
         return f"{said}; give its full import path"
-    names = sorted({child.__name__ for child in _subclasses(base)})
+    names = sorted({child.__name__ for child in _subclasses(base) if not inspect.isabstract(child)})
     return f"{said} of its kind{_near(value, names)}; allowed: {', '.join(names)}"
 
 
