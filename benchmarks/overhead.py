@@ -2,8 +2,9 @@
 
 The loop side is `FederationLoop.fit` with aggregation, byte counts, server step and commit; evaluation is off. The bare side
 loads the global weights, takes the same SGD steps over the same batches and adds the update up. Both train an MLP of 50,890
-parameters (784-64-10) on 28 x 28 images. The two sides take turns within one run, and the median over turns is reported, as
-CPU time of this process, so that work beside it disturbs little.
+parameters (784-64-10) on 28 x 28 images. Four sides take turns within one run: the bare loop, ours with each client's fit by
+Lightning's Trainer (``client_loop: trainer``), by the lean loop (``lean``), and with the cohort's fits together (``engine:
+vectorized``). The median over turns is reported, as CPU time of this process, so that work beside it disturbs little.
 
     python benchmarks/overhead.py                # one thread
     python benchmarks/overhead.py --threads 1 2  # one thread, then two
@@ -16,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,11 @@ from fl_lightning.models import MLP
 from fl_lightning.tasks import ClassificationTask
 
 CLIENTS, BATCH, CLASSES = 10, 10, 10
+SIDES: dict[str, dict[str, Any]] = {
+    "trainer": {"client_loop": "trainer"},
+    "lean": {"client_loop": "lean"},
+    "vectorized": {"engine": "vectorized"},
+}
 SHAPE = (1, 28, 28)
 
 
@@ -46,11 +53,11 @@ class Held(FakeImages):
         return replace(splits, train=TensorExamples(train, splits.train.labels))
 
 
-def federation(steps: int, rounds: int) -> FederationLoop:
+def federation(steps: int, rounds: int, clients: int, **options: Any) -> FederationLoop:
     """A loop whose clients take so many steps a round; evaluation off."""
-    source = Held(CLASSES, image_size=28, channels=1, train_per_class=CLIENTS * BATCH * steps // CLASSES)
-    data = FederatedDataModule(source, num_clients=CLIENTS, batch_size=BATCH, val_fraction=0.0)
-    loop = FederationLoop(progress=False, validate=False, num_threads=None)
+    source = Held(CLASSES, image_size=28, channels=1, train_per_class=clients * BATCH * steps // CLASSES)
+    data = FederatedDataModule(source, num_clients=clients, batch_size=BATCH, val_fraction=0.0)
+    loop = FederationLoop(progress=False, validate=False, num_threads=None, **options)
     loop.assemble(
         FedAvg(rounds), ClassificationTask(MLP), data, {"accelerator": "cpu", "devices": 1, "max_epochs": 1}, 0
     )
@@ -85,22 +92,22 @@ def cpu_ms(function: Callable[[], object]) -> float:
     return (time.process_time() - started) * 1e3
 
 
-def measure(counts: tuple[int, int], turns: int, rounds: int) -> dict[str, dict[int, float]]:
+def measure(counts: tuple[int, int], turns: int, rounds: int, clients: int) -> dict[str, dict[int, float]]:
     """CPU ms per client-round, by side and number of steps."""
-    loops = {steps: federation(steps, rounds * (turns + 1)) for steps in counts}
+    loops = {(side, n): federation(n, rounds * (turns + 1), clients, **o) for side, o in SIDES.items() for n in counts}
     draw = torch.Generator().manual_seed(0)
     data = {n: (torch.rand(n * BATCH, *SHAPE, generator=draw), torch.arange(n * BATCH) % CLASSES) for n in counts}
-    seen: dict[str, dict[int, list[float]]] = {side: {n: [] for n in counts} for side in ("bare", "loop")}
+    seen: dict[str, dict[int, list[float]]] = {side: {n: [] for n in counts} for side in ("bare", *SIDES)}
     for turn in range(turns + 1):  # the first turn warms up
-        for steps, loop in loops.items():
-            loop.method.rounds = rounds * (turn + 1)  # go on for some rounds more
-            both = {
-                "bare": cpu_ms(lambda steps=steps: [bare(*data[steps], CLIENTS) for _ in range(rounds)]),
-                "loop": cpu_ms(lambda loop=loop: resume(loop)),
-            }
+        for steps in counts:
+            taken = {"bare": cpu_ms(lambda steps=steps: [bare(*data[steps], clients) for _ in range(rounds)])}
+            for side in SIDES:
+                loop = loops[side, steps]
+                loop.method.rounds = rounds * (turn + 1)  # go on for some rounds more
+                taken[side] = cpu_ms(lambda loop=loop: resume(loop))
             if turn:
-                for side, value in both.items():
-                    seen[side][steps].append(value / (rounds * CLIENTS))
+                for side, value in taken.items():
+                    seen[side][steps].append(value / (rounds * clients))
     return {side: {n: statistics.median(values) for n, values in by.items()} for side, by in seen.items()}
 
 
@@ -112,23 +119,29 @@ def resume(loop: FederationLoop) -> None:
         loop._run_round(loop.round + 1)
 
 
-def report(counts: tuple[int, int], ms: dict[str, dict[int, float]], threads: int) -> dict[str, float]:
+def report(counts: tuple[int, int], ms: dict[str, dict[int, float]], threads: int, clients: int) -> dict[str, float]:
     """Print the table; fixed and per-step parts by a line through the two step counts."""
     few, many = counts
     step = {side: (by[many] - by[few]) / (many - few) for side, by in ms.items()}
     fixed = {side: by[few] - few * step[side] for side, by in ms.items()}
-    print(f"CPU ms per client-round, {threads} thread(s), MLP 784-64-10, batches of {BATCH}")
-    print(f"{'':14}{'bare loop':>12}{'fl_lightning':>14}{'difference':>12}")
+    print(f"CPU ms per client-round, {threads} thread(s), {clients} clients, MLP 784-64-10, batches of {BATCH}")
+    print(f"{'':16}" + "".join(f"{side:>12}" for side in ms))
     rows = {f"{n} steps": {side: by[n] for side, by in ms.items()} for n in counts}
     for label, values in {**rows, "fixed": fixed, "per step": step}.items():
-        print(f"{label:14}{values['bare']:12.2f}{values['loop']:14.2f}{values['loop'] - values['bare']:12.2f}")
+        print(f"{label:16}" + "".join(f"{values[side]:12.2f}" for side in ms))
+    print(f"{'fixed over bare':16}" + "".join(f"{fixed[side] - fixed['bare']:12.2f}" for side in ms))
+    print(f"{'step over bare':16}" + "".join(f"{step[side] - step['bare']:12.2f}" for side in ms))
+    over = {
+        f"{side}_{part}_ms": by[side] - by["bare"] for side in SIDES for part, by in (("fixed", fixed), ("step", step))
+    }
     return {
-        "trainer_fixed_ms": fixed["loop"] - fixed["bare"],
-        "trainer_step_ms": step["loop"] - step["bare"],
+        **over,
+        "vectorized_speedup": ms["bare"][few] / ms["vectorized"][few],
         "bare_ms": ms["bare"][few],
-        "loop_ms": ms["loop"][few],
+        **{f"{side}_ms": ms[side][few] for side in SIDES},
         "bare_step_ms": step["bare"],
         "threads": threads,
+        "clients": clients,
     }
 
 
@@ -138,16 +151,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of CPU threads to compare")
     parser.add_argument("--steps", type=int, nargs=2, default=[5, 25], help="the two step counts of a client's turn")
     parser.add_argument("--turns", type=int, default=9, help="turns of each side, at least 1")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of ten clients in a turn")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds in a turn")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="clients of a round")
     arguments = parser.parse_args()
     counts = (min(arguments.steps), max(arguments.steps))
-    if min(*arguments.threads, *counts, arguments.turns, arguments.rounds) < 1 or counts[0] == counts[1]:
+    if (
+        min(*arguments.threads, *counts, arguments.turns, arguments.rounds, arguments.clients) < 1
+        or counts[0] == counts[1]
+    ):
         parser.error("every number must be at least 1, and the two step counts must differ")
     quiet()
     found = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)
-        found.append(report(counts, measure(counts, arguments.turns, arguments.rounds), threads))
+        ms = measure(counts, arguments.turns, arguments.rounds, arguments.clients)
+        found.append(report(counts, ms, threads, arguments.clients))
         print()
     others = {f"threads_{f['threads']:.0f}": f for f in found[1:]}
     print(json.dumps({**{k: round(v, 4) for k, v in found[0].items()}, **others}))

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -36,6 +37,11 @@ def numpy_generator(seed: int, *owner: object) -> np.random.Generator:
     return np.random.default_rng(derive_seed(seed, *owner))
 
 
+@cache
+def _cuda_available() -> bool:
+    return torch.cuda.is_available()
+
+
 @contextmanager
 def owned_global_rng(seed: int, *owner: object) -> Iterator[None]:
     """Lend the global generators (python, numpy, torch, CUDA) to one owner, then put them back as they were.
@@ -48,7 +54,8 @@ def owned_global_rng(seed: int, *owner: object) -> Iterator[None]:
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(value)  # torch.manual_seed looks for every kind of device: a millisecond
-    torch.cuda.manual_seed_all(value)  # kept for later where CUDA has not been initialised yet
+    if _cuda_available():
+        torch.cuda.manual_seed_all(value)  # kept for later where CUDA has not been initialised yet
     try:
         yield
     finally:
