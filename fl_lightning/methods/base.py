@@ -270,6 +270,10 @@ class Method(ABC):
         """
         raise ValueError(f"{type(self).__name__} cannot unlearn: its model mixes what all clients sent")
 
+    def synthetic(self) -> Examples | None:
+        """Images that the server has synthesised, if it does that and has by now. For meters."""
+        return None
+
     def momentum(self) -> dict[str, Tensor] | None:
         """The displacement of the global parameters that the server carries from round to round, downhill; None where it
         has none (yet). For meters."""

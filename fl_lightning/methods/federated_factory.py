@@ -421,6 +421,9 @@ class FederatedFactory(Method):
 
     # ---- scoring and state
 
+    def synthetic(self) -> Examples | None:
+        return self.bank
+
     def evaluations(self) -> dict[str, Predict]:
         mask: dict[str, Tensors] = {}
         if self.masked:

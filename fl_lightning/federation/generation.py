@@ -1,0 +1,130 @@
+"""How good, and how original, the images are that a server has synthesised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+
+from fl_lightning.data.examples import Concatenated, Examples
+from fl_lightning.federation.callbacks import FederationCallback, Row
+from fl_lightning.federation.recorder import Recorder
+from fl_lightning.methods.base import Fit
+from fl_lightning.metrics import generation as measures
+from fl_lightning.rng import numpy_generator
+from fl_lightning.tasks.base import FederatedTask
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.loop import FederationLoop
+
+FEATURES = "classifier"
+
+
+class GenerationMeter(FederationCallback):
+    """Measures a method's synthetic images in the round that makes them, and draws some of them.
+
+    Columns ``generation/…``: ``nn_ratio`` and ``copy_rate`` (`fl_lightning.metrics.generation.memorisation`: distances to the
+    training images of all clients, with the test images as the yardstick), ``KID(classifier)`` and ``FD(classifier)`` on the
+    last hidden features of a classifier that is trained for this on all real training images, and that nobody else sees.
+
+    Args:
+        per_class: Synthetic images of a class that are looked at, at least 2.
+        feature_epochs: Epochs of the classifier whose features are compared, at least 1; 0 measures no distances.
+        grid: Images of a class to draw; 0 for no picture (``samples.png``, and in TensorBoard).
+    """
+
+    def __init__(self, per_class: int = 200, feature_epochs: int = 10, grid: int = 8) -> None:
+        for name, value, least in (
+            ("per_class", per_class, 2),
+            ("feature_epochs", feature_epochs, 0),
+            ("grid", grid, 0),
+        ):
+            if value < least:
+                raise ValueError(f"GenerationMeter.{name} is {value}; it must be at least {least}")
+        self.per_class, self.feature_epochs, self.grid = per_class, feature_epochs, grid
+        self.seen: Examples | None = None
+
+    def on_start(self, loop: FederationLoop) -> None:
+        self.initial = loop.model.state()
+        self.seen = loop.method.synthetic()  # of a run that goes on: measured in the round that made it
+
+    def measure(self, loop: FederationLoop) -> Row:
+        made = loop.method.synthetic()
+        if made is None or made is self.seen:
+            return {}
+        self.seen = made
+        names = loop.info.class_names
+        pairs = {
+            "generated": _some(made, self.per_class, len(names), loop.seed),
+            "train": _whole(Concatenated([loop.data.train(client) for client in loop.info.clients])),
+            "held_out": _whole(loop.data.test_sets()["global"]),
+        }
+        row = measures.memorisation(pairs["generated"], pairs["train"], pairs["held_out"], names)
+        if self.feature_epochs:
+            self._train(loop)
+            body = _LastHidden(loop.model)
+            generated, real = pairs["generated"][0], pairs["held_out"][0]
+            enough = len(generated) > body.width(real[:1]) < len(real)
+            kinds = ("KID", "FD") if enough else ("KID",)  # FD of fewer images than features says nothing
+            row |= measures.feature_scores(generated, real, body, FEATURES, seed=loop.seed, measures=kinds)
+        if self.grid and loop.is_main:
+            self._draw(loop, *pairs["generated"])
+        return {
+            f"generation/{name}": value for name, value in row.items() if "/" not in name or name.startswith("nn_dist")
+        }
+
+    def _train(self, loop: FederationLoop) -> None:
+        """Leave the model with the weights of a classifier of real images."""
+        real = Concatenated([loop.data.train(client) for client in loop.info.clients])
+        fit = Fit("model", real, self.initial, overrides={"max_epochs": self.feature_epochs}, key=("features",))
+        loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
+        loop.model.load(result.buffers)
+
+    def _draw(self, loop: FederationLoop, images: Tensor, labels: Tensor) -> None:
+        from fl_lightning.report.generation_figures import samples_figure
+
+        for recorder in (c for c in loop.callbacks if isinstance(c, Recorder)):
+            figure = samples_figure(images, labels, loop.info.class_names, self.grid)
+            figure.savefig(recorder.folder / "samples.png", dpi=120, bbox_inches="tight")
+            for logger in recorder.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_figure("samples", figure, loop.round)
+
+
+class _LastHidden(nn.Module):
+    """What enters the last linear layer of a classifier."""
+
+    def __init__(self, task: FederatedTask) -> None:
+        super().__init__()
+        self.task = task
+        linear = [module for module in task.modules() if isinstance(module, nn.Linear)]
+        if not linear:
+            raise ValueError(f"{type(task).__name__} has no linear layer whose input could serve as features")
+        self.last = linear[-1]
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        handle = self.last.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+        try:
+            self.task.logits(images)  # type: ignore[operator]
+        finally:
+            handle.remove()
+        return found[0]
+
+    def width(self, image: Tensor) -> int:
+        """Number of features."""
+        return measures.features(self, image).shape[1]
+
+
+def _whole(examples: Examples) -> tuple[Tensor, Tensor]:
+    return examples.fetch(torch.arange(len(examples))), examples.labels
+
+
+def _some(examples: Examples, per_class: int, num_classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """At most so many of each class, drawn."""
+    draw = numpy_generator(seed, "generation meter", "images")
+    labels = examples.labels.numpy()
+    chosen = [draw.permutation((labels == c).nonzero()[0])[:per_class] for c in range(num_classes)]
+    return _whole(examples.select([int(i) for part in chosen for i in part]))

@@ -1,0 +1,64 @@
+"""The meter of synthetic images: tells copies from honest draws, and disturbs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation.tiny import federation, numbers, same
+from methods.test_federated_factory import SIZES, factory, linear
+
+from fl_lightning.federation.generation import GenerationMeter
+from fl_lightning.federation.recorder import Recorder
+from fl_lightning.methods import FedAvg
+
+OPTIONS: dict[str, Any] = {"network": linear, "data_options": {"dtype": torch.float32}}
+
+
+def test_measures_once_and_draws(tmp_path: Path) -> None:
+    meter = GenerationMeter(per_class=5, feature_epochs=2, grid=3)
+    loop = federation(factory(), SIZES, callbacks=[Recorder(tmp_path), meter], **OPTIONS)
+    loop.fit(tmp_path)
+    found = [{k for k in row if k.startswith("generation/")} for row in loop.history]
+    assert found[0] == found[1] == set()
+    assert {
+        "generation/nn_ratio",
+        "generation/copy_rate",
+        "generation/KID(classifier)",
+        "generation/FD(classifier)",
+    } <= found[2]
+    assert (tmp_path / "samples.png").stat().st_size > 3000
+    plain = federation(factory(), SIZES, **OPTIONS)
+    plain.fit()
+    assert same(plain.method.state_dict(), loop.method.state_dict())
+    shared = [{k: v for k, v in row.items() if not k.startswith("generation/")} for row in numbers(loop)]
+    assert shared == numbers(plain)
+
+
+def test_replayed_training_images_are_copies() -> None:
+    loop = federation(
+        factory(), SIZES, callbacks=[meter := GenerationMeter(per_class=9, feature_epochs=0, grid=0)], **OPTIONS
+    )
+    loop.fit()
+    honest = loop.history[-1]
+    assert honest["generation/nn_ratio"] > 0.2
+    assert loop.method.bank is not None  # type: ignore[attr-defined]
+    replay = loop.data.train("0")
+    loop.method.synthetic = lambda: replay  # type: ignore[method-assign]
+    row = meter.measure(loop)
+    assert row["generation/copy_rate"] == 1
+    assert row["generation/nn_ratio"] == 0
+
+
+def test_methods_that_synthesise_nothing_have_no_columns() -> None:
+    loop = federation(FedAvg(1), callbacks=[GenerationMeter()])
+    loop.fit()
+    assert not [k for k in loop.history[-1] if k.startswith("generation/")]
+
+
+@pytest.mark.parametrize(("name", "least"), [("per_class", 2), ("feature_epochs", 0), ("grid", 0)])
+def test_wrong_arguments(name: str, least: int) -> None:
+    with pytest.raises(ValueError, match=f"GenerationMeter.{name} is {least - 1}; it must be at least {least}"):
+        GenerationMeter(**{name: least - 1})
