@@ -25,7 +25,7 @@ FEATURES = "classifier"
 class GenerationMeter(FederationCallback):
     """Measures a method's synthetic images in the round that makes them, and draws some of them.
 
-    Columns ``generation/…``: ``nn_ratio`` and ``copy_rate`` (`fl_lightning.metrics.generation.memorisation`: distances to the
+    Columns ``generation/…``: ``nn_ratio``, ``copy_rate`` (`fl_lightning.metrics.generation.memorisation`: distances to the
     training images of all clients, with the test images as the yardstick), ``KID(classifier)`` and ``FD(classifier)`` on the
     last hidden features of a classifier that is trained for this on all real training images, and that nobody else sees.
 
