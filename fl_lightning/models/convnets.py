@@ -185,6 +185,31 @@ class ResNet8(_ResNet):
         super().__init__(input_shape, num_classes, 3, 1, width, norm, groups)
 
 
+class ResNet50(nn.Module):
+    """ResNet-50 (He et al., 2016), torchvision's; up to 64 pixels with a 3 x 3 stem of stride 1 and no max-pooling (23.5 M).
+
+    Args:
+        input_shape: (C, H, W) of an image.
+        num_classes: Width of the output.
+    """
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int) -> None:
+        from torchvision.models import resnet50
+
+        super().__init__()
+        self.body = resnet50(weights=None, num_classes=num_classes)
+        channels, *size = input_shape
+        if max(size) <= 64:
+            self.body.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+            self.body.maxpool = nn.Identity()
+        elif channels != 3:
+            self.body.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Class scores (B, num_classes) of images (B, C, H, W)."""
+        return self.body(input)
+
+
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")

@@ -79,3 +79,45 @@ def test_fednsams_paper_configurations_run_dry_on_fake_data(
     assert [row["round"] for row in loop.history] == [0, 1, 2]
     assert len(loop.data.info.clients) == (50 if "vit" in name or "swin" in name else 100)
     assert bool(loop.data.train("0").augmentation) == ("vit" not in name and "swin" not in name)
+
+
+# Classes and pixels; the generators' parameters are counted in tests/models/test_edm2.py.
+FACTORY = {
+    "cifar10": (10, 32),
+    "bloodmnist": (8, 32),
+    "retinamnist": (5, 32),
+    "pathmnist": (9, 32),
+    "isic2019": (8, 128),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORY)
+def test_federated_factorys_paper_configurations_run_dry_on_fake_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paper's networks with random weights on invented images of the right shape; few images are drawn, in few steps."""
+    monkeypatch.chdir(tmp_path)
+    classes, size = FACTORY[name]
+    cli = main(
+        [
+            "fit",
+            f"--config={CONFIGS / 'paper' / f'federated_factory_{name}.yaml'}",
+            "--data.source=FakeImages",
+            f"--data.source.init_args.num_classes={classes}",
+            f"--data.source.init_args.image_size={size}",
+            "--data.source.init_args.train_per_class=2",
+            "--data.source.init_args.test_per_class=1",
+            "--method.init_args.samples_per_class=1",
+            "--method.init_args.generator.init_args.steps=2",
+            "--federation.callbacks=null",
+            "--trainer.fast_dev_run=true",
+            "--trainer.accelerator=cpu",
+            "--federation.eval_batch_size=8",
+        ]
+    )
+    method = cli.method  # type: ignore[attr-defined]
+    own = next(iter(method.factories["0"].values()))
+    assert sum(v.numel() for n, v in own.items() if "fourier" not in n.lower()) > (5e7 if size == 32 else 1.2e7)
+    assert sum(p.numel() for p in cli.model.trainable().values()) == pytest.approx(23.5e6, rel=0.01)  # type: ignore[attr-defined]
+    assert method.bank.inputs.shape[1:] == (3, size, size)

@@ -165,3 +165,14 @@ def test_the_papers_transformers(name, shape, trained):
     count = sum(p.numel() for p in network.parameters() if p.requires_grad)
     assert count == trained or trained is None
     assert count < size(network) / 20
+
+
+def test_resnet50_has_a_small_stem_for_small_images() -> None:
+    from fl_lightning.models import ResNet50
+
+    small, large = ResNet50((3, 32, 32), 10), ResNet50((1, 128, 128), 10)
+    assert sum(p.numel() for p in small.parameters()) == 23_520_842
+    assert small.body.conv1.stride == (1, 1)
+    assert large.body.conv1.stride == (2, 2)
+    assert small.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    assert large.eval()(torch.zeros(1, 1, 128, 128)).shape == (1, 10)
