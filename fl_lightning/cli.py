@@ -63,8 +63,17 @@ _NOT_MEANING = {
 }
 
 
-# Of a run's folder: what holds no weights and no picture of what was trained, or is rewritten.
-_KEPT_BY_UNLEARN = ("config.yaml", "partition.json", "partition.png", "metrics.csv", "checkpoints", "unlearned_*.json")
+# Files of a run's folder that may show or hold what was trained, and that are written again or left out after unlearning.
+_DELETED_BY_UNLEARN = (
+    "events.out.tfevents.*",
+    "hparams.yaml",
+    "summary.json",
+    "samples*.png",
+    "confusion.png",
+    "flatness*.png",
+    "flatness*.json",
+    "*.writing",
+)
 
 
 class Verbs(Trainer):
@@ -333,31 +342,39 @@ class FederatedCLI(LightningCLI):
             if approximate and verify:
                 raise ValueError("an approximate unlearning leaves traces, so there is nothing to verify")
             key = client if client is not None else f"class:{class_name}"
-            path = self.checkpoint(ckpt_path)
+            path = self.checkpoint(ckpt_path).resolve()
+            folder = self.run_folder = path.parent.parent
             state, facts = read_checkpoint(path)
+            if path.parent.name != "checkpoints" or not (folder / "config.yaml").is_file():
+                raise ValueError(f"{path} lies in no run's folder, and unlearn changes and deletes files there")
+            if facts["config_hash"] != self.config_hash():
+                changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
+                raise ValueError(f"{path} belongs to another configuration; differences: {'; '.join(changed)}")
             self.assemble()
             self.loop.restore(state)
-            self.loop.rewind(self.method.unlearn(key, approximate))
-        folder = self.run_folder = path.parent.parent
-        # First the state without the key, then nothing else that could hold it: an interruption leaves no half of either.
-        facts = {name: value for name, value in facts.items() if name != "round"}
+            if approximate or key not in self.method.without:  # else: finish what was interrupted, or verify it
+                self.loop.rewind(self.method.unlearn(key, approximate))
+        if approximate:
+            self.loop.history[-1] |= self.loop.evaluate()
+        config = yaml.safe_load(self.config_text())
+        config["method"].setdefault("init_args", {})["without"] = list(self.method.without)
+        text = yaml.safe_dump(config, sort_keys=False)
+        facts = {"config": text, "config_hash": config_hash(config)}
         checkpoints = CheckpointFolder(path.parent, keep_last=10**6)
-        rewound = checkpoints.save(self.loop.round, self.loop.state_dict(), facts)
-        gone = [p for p in (*checkpoints.list(), *path.parent.glob(".writing_*")) if p != rewound]
-        gone += [p for p in folder.iterdir() if not any(map(p.match, _KEPT_BY_UNLEARN))]
+        kept = checkpoints.save(self.loop.round, self.loop.state_dict(), facts)
+        # Now nothing else of the run that could hold the key. Torn checkpoints too: they have no manifest, but tensors.
+        gone = [p for p in path.parent.iterdir() if p != kept]
+        gone += [p for pattern in _DELETED_BY_UNLEARN for p in folder.glob(pattern)]
         for old in gone:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        (folder / "config.yaml").write_text(text)
         print(f"deleted: {', '.join(sorted(str(p.relative_to(folder)) for p in gone)) or 'nothing'}")
         if self.loop.progress:
             self.loop.callbacks.append(ProgressDisplay())
         self.loop.callbacks.insert(0, Recorder(folder, self.loggers(folder)))
-        self.loop.fit(folder, rewound, facts)
-        report: dict[str, Any] = {
-            "forgotten": key,
-            "approximate": approximate,
-            "round": self.loop.round,
-            "sha256": self._digests(),
-        }
+        self.loop.fit(folder, kept, facts)
+        report: dict[str, Any] = {"forgotten": key, "approximate": approximate, "round": self.loop.round}
+        report["sha256"] = self._digests()
         if verify:
             report["never_joined_sha256"] = expected = self._never_joined(folder)._digests()
             report["exact"] = expected == report["sha256"]
@@ -365,21 +382,22 @@ class FederatedCLI(LightningCLI):
                 print(f"{name:<12} {'equal' if found == expected[name] else 'DIFFERS'}  {found[:16]}")
         write_json(folder / f"unlearned_{re.sub('[^A-Za-z0-9]+', '_', key)}.json", report)
         print(f"forgotten: {key}   run: {folder}")
-        print("not touched: what peers, exports outside of the run's folder and backups keep")
+        print(
+            "not touched: what peers, exports outside of the run's folder and backups keep; the record of earlier rounds"
+        )
         if verify and not report["exact"]:
             raise SystemExit(fail(f"the state differs from that of a federation without {key}"))
 
     def _digests(self) -> dict[str, str]:
         """SHA-256 of each part of the server's state, and of the clients' memories."""
         parts = {**self.method.state_dict(), "memory": self.loop.memory.state_dict()}
-        return {name: digest(value) for name, value in parts.items()}
+        return {name: digest(value) for name, value in parts.items() if name != "masked"}  # a mask trains nothing
 
     def _never_joined(self, folder: Path) -> FederatedCLI:
         """The same federation, trained without the keys that have been forgotten."""
-        without = list(self.method.without)
-        with tempfile.TemporaryDirectory() as root:
-            arguments = ["--method.init_args.without", json.dumps(without), "--trainer.default_root_dir", root]
-            print(f"verifying: training a federation without {', '.join(without)}")
+        with tempfile.TemporaryDirectory() as root:  # the run's configuration says by now who is left out
+            arguments = ["--trainer.default_root_dir", root]
+            print(f"verifying: training a federation without {', '.join(self.method.without)}")
             other = run(["fit", "--config", str(folder / "config.yaml"), *arguments, "--trainer.logger", "false"])
         assert isinstance(other, FederatedCLI)
         return other
@@ -417,7 +435,7 @@ class FederatedCLI(LightningCLI):
     def config_text(self) -> str:
         """The whole configuration as YAML, such that ``--config`` takes it."""
         config = self.config[self.config.subcommand].clone()
-        for key in ("config", "ckpt_path"):
+        for key in (key for key, ignored in _NOT_MEANING.items() if ignored is None):  # options of this subcommand alone
             config.pop(key, None)
         return self._parser(self.subcommand).dump(config, skip_unset=False, skip_validation=True)
 

@@ -44,6 +44,10 @@ class Bank(TensorExamples):
         for origin, images in runs:
             if len(origin.indices) != len(images):
                 raise ValueError(f"{origin} has {len(origin.indices)} indices for {len(images)} images")
+            if images.is_floating_point() and not images.isfinite().all():
+                raise ValueError(
+                    f"images of client {origin.client}, class {origin.label} are not finite: its factory diverged"
+                )
         pixels = [i if i.dtype == torch.uint8 else (i * 255).round().clamp(0, 255).to(torch.uint8) for _, i in runs]
         labels = [torch.full((len(images),), origin.label) for origin, images in runs]
         super().__init__(torch.cat(pixels), torch.cat(labels))

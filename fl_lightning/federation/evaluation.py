@@ -119,7 +119,7 @@ class Evaluator:
     def personal(self, engine: Engine, method: Method, round: int) -> dict[str, float]:
         """Scores of the clients' own models: ``personal_mean/acc`` on their own shares of the test set,
         ``val_personal_mean/acc`` on their validation examples, ``personal_mean/global_acc`` on the test set of all."""
-        outputs = engine.evaluate(method.client(), method.broadcast(round), self.info.clients)
+        outputs = engine.evaluate(method.client(), method.judged(round), self.info.clients)
         if outputs is None:
             return {}
         classes = self.info.base_classes

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.tasks.base import Batch, FederatedTask
 
-_HOOKS = (
+HOOKS = (
     "on_train_start",
     "on_train_epoch_start",
     "on_before_zero_grad",
@@ -45,7 +45,16 @@ _NOT_RUN = (
     "configure_callbacks",
     "configure_model",
     "teardown",
+    "prepare_data",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_predict_epoch_end",
+    "on_predict_end",
 )
+# What `FederatedTask` does itself; a task that does it otherwise may rely on the Trainer (``self.log``, skipping a batch).
+_OURS = ("configure_optimizers", "training_step", "on_train_batch_start")
 
 
 def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback]) -> str | None:
@@ -54,7 +63,7 @@ def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback
         return f"of the callback {type(callbacks[0]).__name__}"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         return f"of the strategy {type(trainer.strategy).__name__}"
-    if trainer.precision in ("16-mixed", "16-true"):
+    if trainer.precision not in ("32-true", "bf16-mixed"):  # others convert the module, or scale gradients
         return f"of precision {trainer.precision}"
     settings = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches == 1,
@@ -70,9 +79,8 @@ def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback
         return f"of trainer.{refused[0]}"
     if not task.automatic_optimization:
         return f"{type(task).__name__} optimises by hand"
-    if type(task).configure_optimizers is not FederatedTask.configure_optimizers:
-        return f"{type(task).__name__} configures its optimizers itself"
-    if own := [name for name in _NOT_RUN if _overrides(task, name)]:
+    own = [name for name in _OURS if getattr(type(task), name) is not getattr(FederatedTask, name)]
+    if own := own + [name for name in _NOT_RUN if _overrides(task, name)]:
         return f"{type(task).__name__} has its own {own[0]}"
     return None
 
@@ -92,7 +100,7 @@ def fit(
     Returns:
         The optimizer, and how many steps it took.
     """
-    hooks = {name: getattr(task, name) for name in _HOOKS if _overrides(task, name)}
+    hooks = {name: getattr(task, name) for name in HOOKS if _overrides(task, name)}
 
     def call(name: str, *arguments: Any) -> None:
         if name in hooks:

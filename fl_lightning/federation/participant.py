@@ -156,15 +156,7 @@ class Participant:
         return self.tasks[name]
 
     def _fit(self, task: FederatedTask, fit: Fit, owner: tuple[object, ...]) -> Result:
-        unknown = set(fit.overrides) - set(_OVERRIDES)
-        if unknown:
-            raise ValueError(f"a fit overrides {sorted(unknown)}; allowed: {', '.join(_OVERRIDES)}")
-        for name, value in fit.overrides.items():
-            least = 0 if name in ("lr", "lr_scale") else 1
-            if value < least:
-                raise ValueError(f"a fit overrides {name} with {value}; it must be at least {least}")
-        if len(fit.data) == 0:
-            raise ValueError(f"a fit of task {fit.task!r} was given no examples")
+        check(fit)
         trainer = self.trainer
         if fit.rules:
             if trainer.precision in ("16-mixed", "16-true"):
@@ -290,6 +282,23 @@ def _outcome(optimizer: Any) -> dict[str, dict[str, Tensor]]:
         return {}
     groups = optimizer.rule.outcome(optimizer.carry)
     return {g: {n: value.detach().to("cpu", copy=True) for n, value in t.items()} for g, t in groups.items()}
+
+
+def check(fit: Fit) -> None:
+    """Refuse a fit that cannot be carried out.
+
+    Raises:
+        ValueError: An override is unknown or out of range, or there are no examples.
+    """
+    unknown = set(fit.overrides) - set(_OVERRIDES)
+    if unknown:
+        raise ValueError(f"a fit overrides {sorted(unknown)}; allowed: {', '.join(_OVERRIDES)}")
+    for name, value in fit.overrides.items():
+        least = 0 if name in ("lr", "lr_scale") else 1
+        if value < least:
+            raise ValueError(f"a fit overrides {name} with {value}; it must be at least {least}")
+    if len(fit.data) == 0:
+        raise ValueError(f"a fit of task {fit.task!r} was given no examples")
 
 
 class ServerSide:

@@ -75,7 +75,7 @@ class AveragingClient(ClientProgram):
             groups,
             scalars=self.scalars(result),
             memory=memory or None,
-            metrics={**result.metrics, "update_square": square_norm(update)},
+            metrics={**result.metrics, "update_square": square_norm(groups["model"])},
         )
 
     def sent(self, client: Client, message: Message, result: Result, update: Tensors) -> Tensors:
@@ -154,6 +154,9 @@ class FedAvg(Method):
         return Message(
             round, SERVER, {"model": self.parameters, "buffers": self.buffers}, {"lr_scale": self.lr_scale(round)}
         )
+
+    def judged(self, round: int) -> Message:
+        return FedAvg.broadcast(self, round)  # the global model itself, whatever clients start from
 
     def lr_scale(self, round: int) -> float:
         """Factor of the clients' learning rate in a round."""

@@ -229,6 +229,10 @@ class Method(ABC):
     def broadcast(self, round: int) -> Message:
         """What every client of this round may receive."""
 
+    def judged(self, round: int) -> Message:
+        """What personal models are evaluated with: the broadcast, unless clients start from elsewhere than the model."""
+        return self.broadcast(round)
+
     def addressed(self, round: int, client: str) -> tuple[str, ...] | None:
         """The groups of the broadcast that this client is sent; None is all of them."""
         return None

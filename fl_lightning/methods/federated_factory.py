@@ -42,6 +42,7 @@ from fl_lightning.tasks.generator import GeneratorTask
 Mode = Literal["server", "peer"]
 COLLECT, USE, SHIP = 1, 2, 3  # rounds: factories go up; they are used; in peer mode, experts go to everybody
 ALL = -1  # the label of a factory of all classes of a client
+NEVER = -1e4  # added to the score of a class that is masked; finite, so that losses stay so
 UNLIMITED = 10**9  # epochs: the budget is one of steps
 
 
@@ -291,10 +292,10 @@ class FederatedFactory(Method):
         return [c for c in self.info.base_classes if f"class:{self.info.class_names[c]}" not in self.without]
 
     def cohort(self, round: int, sampled: tuple[str, ...]) -> tuple[str, ...]:
-        joined = tuple(client for client in sampled if client not in self.without)
         if round == COLLECT:
-            return joined
-        return () if self.mode == "server" else tuple(client for client in joined if self.held.get(client))
+            return tuple(client for client in sampled if client not in self.without)
+        # Later rounds are of those who sent a factory, whomever the sampler draws.
+        return () if self.mode == "server" else tuple(client for client in self.info.clients if self.held.get(client))
 
     def broadcast(self, round: int) -> Message:
         return Message(round, SERVER, self._groups(round), {"num_classes": float(self.info.num_classes)})
@@ -341,8 +342,8 @@ class FederatedFactory(Method):
         if self.mode == "server" and round == USE:
             return self._synthesise(server)
         if round == USE:
-            self.experts = dict(total.groups["expert"])
-            self.shares = {client: groups["shares"] for client, groups in total.groups["shares"].items()}
+            self.experts = dict(total.groups.get("expert", {}))
+            self.shares = {client: groups["shares"] for client, groups in total.groups.get("shares", {}).items()}
         return {}
 
     def _register(self, total: Reduced) -> Mapping[str, float]:
@@ -370,8 +371,9 @@ class FederatedFactory(Method):
     def draw(self, server: Server, label: int, client: str, count: int) -> Tensor:
         """Images (count, C, H, W) in [0, 1] of a class by a client's factory: always the same."""
         own = self.factories[client]
+        factory = own[label] if label in own else own[ALL]  # a KeyError where it was forgotten
         seeds = sample_seeds(server.seed, client, label, range(count))
-        outputs = server.predict(_draw(seeds, label, own.get(label, own.get(ALL, {})), ("draw", client, label))).outputs
+        outputs = server.predict(_draw(seeds, label, factory, ("draw", client, label))).outputs
         assert outputs is not None
         return outputs
 
@@ -406,16 +408,13 @@ class FederatedFactory(Method):
             raise ValueError(
                 "a conditional generator draws all classes of a client: one class cannot be deleted from it"
             )
-        self.without = [*self.without, key]
-        if key.startswith("class:"):
-            label = self.info.class_names.index(key.removeprefix("class:"))
-            self.factories = {c: {k: v for k, v in own.items() if k != label} for c, own in self.factories.items()}
-            self.held = {c: {k: v for k, v in own.items() if k != label} for c, own in self.held.items()}
-        else:
-            self.factories.pop(key, None)
-            self.held.pop(key, None)
-        if not any(self.factories.values()):
-            raise ValueError(f"{key!r} is the last that holds a factory; nothing would be left to train on")
+        label = self.info.class_names.index(key.removeprefix("class:")) if key.startswith("class:") else None
+        owners = [client for client in self.factories if client != key]
+        factories = {c: {k: v for k, v in self.factories[c].items() if k != label} for c in owners}
+        held = {c: {k: v for k, v in self.held[c].items() if k != label} for c in owners}
+        if not any(factories.values()):
+            raise ValueError(f"without {key!r} no factory would be left to train on")
+        self.without, self.factories, self.held = [*self.without, key], factories, held
         self.bank, self.model, self.experts, self.shares = None, self.initial, {}, {}
         return COLLECT
 
@@ -428,7 +427,7 @@ class FederatedFactory(Method):
         mask: dict[str, Tensors] = {}
         if self.masked:
             logits = torch.zeros(self.info.num_classes)
-            logits[self.masked] = -torch.inf
+            logits[self.masked] = NEVER
             mask = {"mask": {"logits": logits}}
         if self.mode == "server":
             if not mask:

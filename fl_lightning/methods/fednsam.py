@@ -52,6 +52,10 @@ class FedNSAM(FedNesterov):
             raise ValueError(f"form is {form!r}; allowed: 'paper', 'local'")
         if rho < 0:
             raise ValueError(f"rho is {rho}; it must be at least 0")
+        if form == "paper" and momentum == 0 and rho > 0:
+            raise ValueError(
+                f"rho is {rho} and momentum 0; the perturbation is along the momentum, so rho must be 0 too"
+            )
         self.form, self.rho = form, rho
 
     def client(self) -> ClientProgram:

@@ -497,6 +497,8 @@ def index_runs(output: Path) -> tuple[dict[str, Path], set[str]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, and there may be a thousand
     finished, unfinished = {}, set()
     for path in sorted(output.glob("**/config.yaml"), key=lambda p: (p.stat().st_mtime, str(p))):
+        if any(path.parent.glob("unlearned_*.json")):  # no longer what its configuration makes in one go
+            continue
         found = _hash(yaml.load(path.read_text(), loader))
         if (path.parent / "summary.json").is_file() and (path.parent / "metrics.csv").is_file():
             finished[found] = path.parent
@@ -572,6 +574,8 @@ def reading(rows: Sequence[Values], at: str) -> Values | None:
     else:
         column, _, limit = column.rpartition(":") if kind in ("reach", "fall") else (column, "", "")
         candidates = [row for row in rows if math.isfinite(row.get(column, math.nan))]
+        if not candidates and kind in ("reach", "fall"):
+            return None
         if not candidates:
             columns = {name: value for row in rows for name, value in row.items()}
             raise ValueError(f"'at' names {column!r}, which no round has as a finite number; {_recorded(columns)}")
@@ -736,9 +740,10 @@ def main(arguments: list[str]) -> Path:
         comparison.draw()
     results = comparison.results()
     unknown = [m for m in study.metrics if not any(m in values for _, _, values in results)]
+    unknown += [t for t in study.targets if not any(t in row for _, run, _ in results for row in comparison.rows(run))]
     if results and unknown:
         columns = sorted({name for _, _, values in results for name in values})
-        raise ValueError(f"metrics names {', '.join(unknown)}, which no run records; {_recorded(columns)}")
+        raise ValueError(f"metrics or targets name {', '.join(unknown)}, which no run records; {_recorded(columns)}")
     print(text)
     print(f"study: {comparison.folder}")
     if comparison.failed:

@@ -29,10 +29,11 @@ class GeneratorTask(FederatedTask):
     conditional = False
 
     def fresh(self, seed: int, *owner: object) -> dict[str, Tensor]:
-        """Trainable parameters as first drawn, of this owner's own: the start of a factory."""
+        """Parameters and persistent buffers as first drawn, of this owner's own: the start of a factory, which so depends on
+        no factory that was trained before."""
         with owned_global_rng(seed, *owner, "init"):
             drawn = self.make()
-        return {name: value.detach() for name, value in drawn.named_parameters() if value.requires_grad}
+        return {name: value.detach() for name, value in drawn.state_dict().items()}
 
     @abstractmethod
     def make(self) -> nn.ModuleDict:
@@ -58,7 +59,8 @@ class GeneratorTask(FederatedTask):
 
 
 class GaussianTask(GeneratorTask):
-    """A Gaussian of the pixels: mean and covariance, summed up over one epoch. The factory that costs nothing.
+    """A Gaussian of the pixels: mean and covariance, summed up over the first epoch, as far as the budget of steps goes. The
+    factory that costs nothing.
 
     Args:
         ridge: Added to the variances before they are factorised, above 0; an eighth of a grey level by default.

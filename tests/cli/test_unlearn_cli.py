@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fl_lightning.__main__ import main
 from fl_lightning.federation.state import read_checkpoint
+from fl_lightning.report.compare import index_runs
 
 CONFIG = Path(__file__).parents[2] / "configs" / "federated_factory.yaml"
 SMALL = [
@@ -25,7 +28,7 @@ SMALL = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     cli: Any = main(["fit", "--config", str(CONFIG), *SMALL])
-    return cli.run_folder
+    return cli.run_folder.resolve()
 
 
 def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -35,7 +38,7 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--verify"])
     said = capsys.readouterr().out
     assert "DIFFERS" not in said
-    assert said.count(" equal ") == 9
+    assert said.count(" equal ") == 8
     report = json.loads((folder / "unlearned_1.json").read_text())
     assert report["exact"] is True
     assert report["sha256"] == report["never_joined_sha256"]
@@ -52,11 +55,49 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     assert json.loads((folder / "unlearned_class_three.json").read_text())["exact"] is True
     assert (folder / "unlearned_1.json").is_file()
     main(["test", "--ckpt_path", str(folder)])
+    # What was forgotten can be verified again, and the run is no longer taken for one of the old configuration.
+    main(["unlearn", "--ckpt_path", str(folder), "--class_name", "three", "--verify"])
+    assert json.loads((folder / "unlearned_class_three.json").read_text())["exact"] is True
+    assert yaml.safe_load((folder / "config.yaml").read_text())["method"]["init_args"]["without"] == [
+        "1",
+        "class:three",
+    ]
+    finished, unfinished = index_runs(folder.parent)
+    assert not finished
+    assert not unfinished
+
+
+def test_nothing_outside_of_a_run_is_touched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = tmp_path / "project" / "backup" / "round_00002"
+    shutil.copytree(folder / "checkpoints" / "round_00002", copied)
+    (tmp_path / "project" / "thesis").mkdir()
+    with pytest.raises(SystemExit):
+        main(["unlearn", "--config", str(folder / "config.yaml"), "--ckpt_path", str(copied), "--client", "1"])
+    assert (tmp_path / "project" / "thesis").is_dir()
+    assert (copied / "manifest.json").is_file()
+    # A torn checkpoint goes; a file that is not ours stays; a relative path is the same run.
+    torn = folder / "checkpoints" / "round_00009"
+    torn.mkdir()
+    (torn / "tensors.safetensors").write_bytes(b"weights")
+    (folder / "notes.txt").write_text("mine")
+    monkeypatch.chdir(folder / "checkpoints")
+    main(["unlearn", "--config", "../config.yaml", "--ckpt_path", "round_00002", "--client", "1"])
+    assert not torn.exists()
+    assert (folder / "notes.txt").is_file()
+    assert (folder / "checkpoints" / "round_00002" / "manifest.json").is_file()
+
+
+def test_another_configuration_is_refused(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--method.init_args.samples_per_class", "3"])
+    assert "samples_per_class" in capsys.readouterr().err
 
 
 def test_masking_a_class(folder: Path, capsys: pytest.CaptureFixture) -> None:
     cli: Any = main(["unlearn", "--ckpt_path", str(folder), "--class_name", "three", "--approximate"])
-    assert cli.method.evaluations()[""].given["mask"]["logits"][3] == -float("inf")
+    assert cli.method.evaluations()[""].given["mask"]["logits"][3] == -1e4
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["metrics"]["global/recall/three"] == 0  # the record says what the masked model does
     assert json.loads((folder / "unlearned_class_three.json").read_text())["approximate"] is True
 
 

@@ -115,7 +115,7 @@ class Idle(Callback):
         ({"network": normalised}, "AveragingClient cannot be vectorised: BatchNorm1d keeps statistics"),
         ({"network": Dropping}, "AveragingClient cannot be vectorised: Dropout draws"),
         ({"trainer": {"accumulate_grad_batches": 2}}, "cannot be vectorised: .*accumulate_grad_batches"),
-        ({"trainer": {"precision": "bf16-mixed"}}, "trainer.precision is bf16-mixed"),
+        ({"trainer": {"precision": "bf16-mixed"}}, "trainer.precision is bf16-mixed; it must be 32-true"),
         ({"trainer": {"callbacks": [Idle()]}}, "callback Idle watches single fits"),
         ({"data_options": {"augmentation": [HorizontalFlip()]}}, "data.augmentation draws"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS cannot be vectorised"),
@@ -125,6 +125,28 @@ class Idle(Callback):
 def test_what_would_differ_is_refused_before_training(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         federation(FedAvg(rounds=1), (6, 6), engine="vectorized", **options).fit()
+
+
+@pytest.mark.parametrize("name", ["loss", "training_step", "on_before_optimizer_step", "setup"])
+def test_a_tasks_own_code_is_never_skipped(name: str) -> None:
+    loop = federation(FedAvg(rounds=1), (6, 6), engine="vectorized")
+    own = getattr(ClassificationTask, name)
+    kind = type("Own", (ClassificationTask,), {name: lambda self, *a, **k: own(self, *a, **k)})
+    loop.participant.tasks["model"].__class__ = kind
+    with pytest.raises(ValueError, match=f"cannot be vectorised: .*(own {name})"):
+        loop.fit()
+
+
+def test_parameter_groups_are_refused() -> None:
+    """By number of dimensions they would be other groups in a stack."""
+
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        bias = [p for p in parameters if p.ndim == 1]
+        weights = [p for p in parameters if p.ndim > 1]
+        return torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": bias}], lr=0.1)
+
+    with pytest.raises(ValueError, match="parameter groups"):
+        federation(FedAvg(rounds=1), (6, 6), engine="vectorized", optimizer=grouped).fit()
 
 
 def test_a_task_without_losses_of_examples_is_refused() -> None:

@@ -36,6 +36,12 @@ def test_no_momentum_is_fedavg_bit_for_bit() -> None:
     assert plain.method.momentum() is None
 
 
+def test_personal_models_are_judged_at_theta_not_at_the_look_ahead() -> None:
+    method = World().run(FedNesterov(momentum=0.8, rounds=3)).method
+    assert same(dict(method.judged(3).tensors["model"]), {n: p.detach() for n, p in method.parameters.items()})
+    assert not same(dict(method.broadcast(3).tensors["model"]), dict(method.judged(3).tensors["model"]))
+
+
 def test_wrong_momentum() -> None:
     with pytest.raises(ValueError, match=r"momentum is -0.1; it must be in \[0, 1\)"):
         FedNesterov(momentum=-0.1)

@@ -178,6 +178,7 @@ def test_momentum_of_a_constant_update_is_a_geometric_series() -> None:
         ({"form": "both"}, "form is 'both'; allowed: 'paper', 'local'"),
         ({"momentum": 1.0}, r"momentum is 1.0; it must be in \[0, 1\)"),
         ({"rho": -0.1}, "rho is -0.1; it must be at least 0"),
+        ({"rho": 0.1, "momentum": 0.0}, "the perturbation is along the momentum"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:

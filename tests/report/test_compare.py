@@ -263,6 +263,7 @@ def test_reading(at: str, expected: dict[str, float]) -> None:
 def test_what_is_never_reached_is_nothing() -> None:
     assert reading(ROWS, "reach:acc:0.61") is None
     assert reading(ROWS, "fall:acc:0.05") is None
+    assert reading(ROWS, "reach:personal/acc:0.5") is None  # a variant that has no such column
     without = [{k: v for k, v in row.items() if k != "round/gradients"} for row in ROWS]
     assert "gradients" not in (reading(without, "last") or {})
 

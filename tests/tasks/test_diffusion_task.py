@@ -103,7 +103,7 @@ def test_a_fit_is_the_owners_and_repeats_to_the_last_bit() -> None:
 def test_fresh_starts_have_owners_and_the_tasks_names() -> None:
     task = made()
     starts = [task.fresh(0, "client", k) for k in (0, 0, 1)]
-    assert starts[0].keys() == task.trainable().keys()
+    assert starts[0].keys() == task.trainable().keys() | task.persistent_buffers().keys()
     assert same(starts[0], starts[1])
     assert not torch.equal(starts[0]["denoiser.backbone.input.weight"], starts[2]["denoiser.backbone.input.weight"])
     state = torch.get_rng_state()

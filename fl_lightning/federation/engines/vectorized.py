@@ -24,7 +24,7 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation import lean
 from fl_lightning.federation.engines.base import Addressed
 from fl_lightning.federation.engines.serial import SerialEngine
-from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.participant import Participant, check
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Message
 from fl_lightning.methods.base import ClientProgram, Fit, Reply, Result, Steps
@@ -34,6 +34,18 @@ from fl_lightning.tasks.base import Batch, FederatedTask
 
 # Optimizers that treat every element by itself, so that a stack of clients' parameters is as good as each alone.
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad)
+
+
+# What a fit alone calls and stacked fits do not.
+_NOT_CALLED = (
+    *lean.HOOKS,
+    "training_step",
+    "optimizer_step",
+    "setup",
+    "on_fit_start",
+    "on_train_batch_start",
+    "fit_metrics",
+)
 
 
 @dataclass
@@ -75,8 +87,7 @@ class VectorizedEngine(SerialEngine):
         self.chunk = chunk
         trainer = participant.trainer
         reasons = {
-            f"trainer.precision is {trainer.precision}; only 32-true and 64-true are the same as alone": trainer.precision
-            in ("32-true", "64-true"),
+            f"trainer.precision is {trainer.precision}; it must be 32-true": trainer.precision == "32-true",
             f"callback {type(participant.callbacks[0]).__name__ if participant.callbacks else ''} watches single fits": (
                 not participant.callbacks
             ),
@@ -116,16 +127,22 @@ class VectorizedEngine(SerialEngine):
         for turn in turns:
             if isinstance(turn.request, Fit):
                 groups.setdefault(_kind(turn.request), []).append(turn)
+            elif turn.request.start is None:
+                raise ValueError(
+                    f"{type(program).__name__} cannot be vectorised: it asks what a task holds after a fit, and stacked "
+                    "fits leave nothing there; use federation.engine serial"
+                )
             else:
                 turn.advance(self.participant.execute(turn.request, round, turn.key))
         for members in groups.values():
-            requests = [turn.request for turn in members]
-            self._check(program, requests[0])
+            for turn in members:
+                self._check(program, turn.request)
             for turn, result in zip(members, self._fit(round, members), strict=True):
                 turn.advance(result)
 
     def _check(self, program: ClientProgram, fit: Fit) -> None:
         """Refuse by name what would differ from a fit alone."""
+        check(fit)
         task = self.participant.tasks[fit.task]
         reason = lean.obstacle(self.participant.trainer, task, fit.callbacks)
         modules = list(task.modules())
@@ -133,6 +150,10 @@ class VectorizedEngine(SerialEngine):
             reason = f"a fit needs Lightning's Trainer because {reason}"
         elif type(task).example_losses is FederatedTask.example_losses:
             reason = f"{type(task).__name__} has no example_losses"
+        elif own := [n for n in _NOT_CALLED if getattr(type(task), n) is not getattr(FederatedTask, n)]:
+            reason = f"{type(task).__name__} has its own {own[0]}, which stacked fits do not call"
+        elif _defined(task, "loss") < _defined(task, "example_losses"):
+            reason = f"{type(task).__name__} has its own loss, but not its own example_losses"
         elif found := [m for m in modules if isinstance(m, _BatchNorm)]:
             reason = f"{type(found[0]).__name__} keeps statistics of its batches; GroupNorm does not"
         elif task.persistent_buffers():
@@ -205,6 +226,12 @@ class VectorizedEngine(SerialEngine):
         ]
 
     def _optimizer(self, task: FederatedTask, params: dict[str, Tensor], fit: Fit) -> Optimizer:
+        own = list(task.trainable().values())
+        groups = task.optimizer(own).param_groups  # as a client alone would have it; a stack has one dimension more
+        if len(groups) != 1 or [id(p) for p in groups[0]["params"]] != [id(p) for p in own]:
+            raise ValueError(
+                "an optimizer with parameter groups, or another order, cannot be vectorised; use engine serial"
+            )
         optimizer = task.optimizer([nn.Parameter(p) for p in params.values()])
         if type(optimizer) not in ELEMENTWISE:
             allowed = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -346,6 +373,11 @@ class _Losses(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         return self.task.example_losses(Batch(inputs, labels))
+
+
+def _defined(task: FederatedTask, name: str) -> int:
+    """How far up its ancestry a task's method is defined."""
+    return next(i for i, kind in enumerate(type(task).__mro__) if name in vars(kind))
 
 
 def _kind(fit: Fit) -> Any:
