@@ -638,13 +638,15 @@ def _table_csv(
 def _plain(value: Any) -> Any:
     """Namespaces as dictionaries."""
     if isinstance(value, Namespace):
-        value = vars(value)
+        value = value.as_dict()  # not vars(): names such as "values" are mangled there
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 def _text(value: Any) -> str:
     """A value as on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(_plain(value))
 
 
 def _write(path: Path, text: str) -> None:

@@ -260,6 +260,14 @@ def test_reading(at: str, expected: dict[str, float]) -> None:
     )  # a column of another round is no part of the best one
 
 
+def test_options_with_nested_classes_are_written_as_json() -> None:
+    """The parser turns what has a class_path into namespaces, in lists too."""
+    from jsonargparse import Namespace
+
+    nested = [Namespace(class_path="A", init_args=Namespace(values=[Namespace(class_path="B")]))]
+    assert json.loads(compare._text(nested)) == [{"class_path": "A", "init_args": {"values": [{"class_path": "B"}]}}]
+
+
 def test_what_is_never_reached_is_nothing() -> None:
     assert reading(ROWS, "reach:acc:0.61") is None
     assert reading(ROWS, "fall:acc:0.05") is None
