@@ -24,11 +24,18 @@ SMALL = [
 ]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("finished")
+    cli: Any = main(["fit", "--config", str(CONFIG), *SMALL, "--trainer.default_root_dir", str(root)])
+    return cli.run_folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a finished run."""
     monkeypatch.chdir(tmp_path)
-    cli: Any = main(["fit", "--config", str(CONFIG), *SMALL])
-    return cli.run_folder.resolve()
+    return Path(shutil.copytree(finished, tmp_path / "lightning_logs" / "federated_factory" / "version_0"))
 
 
 def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:

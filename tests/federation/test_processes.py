@@ -76,7 +76,7 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     from fl_lightning.__main__ import main
 
-    arguments = [*FIT, "--method.init_args.rounds", "5", "--trainer.max_epochs", "6"]
+    arguments = [*FIT, "--method.init_args.rounds", "5", "--trainer.max_epochs", "40"]
     adam = ("--method.init_args.server_optimizer", "torch.optim.Adam", "--method.init_args.server_optimizer.lr", "0.01")
     arguments += adam
     process = subprocess.Popen(

@@ -30,6 +30,7 @@ from fl_lightning.methods import (
     FedSMOO,
     FedSpeed,
     MoFedSAM,
+    OneShotEnsemble,
 )
 
 # Method, models down and up a client (section 5 of the papers' comparison: docs/methods/fednsam.md), backward passes a step.
@@ -96,6 +97,10 @@ def test_clients_halves_need_nothing_but_the_message() -> None:
             loop.fit()
         parts += seen
     assert len(parts) == 4 * len(FAMILY)
+    loop = federation(OneShotEnsemble(), (4, 6), batch_size=3)
+    with recorded(loop, task, CPU) as seen:
+        loop.fit()
+    parts += seen
     replay(parts)
 
 
