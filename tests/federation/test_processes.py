@@ -80,7 +80,15 @@ def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     adam = ("--method.init_args.server_optimizer", "torch.optim.Adam", "--method.init_args.server_optimizer.lr", "0.01")
     arguments += adam
     process = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*arguments),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background job ignores it, and hands that on
     )
     assert process.stdout is not None
     for line in process.stdout:
