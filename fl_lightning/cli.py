@@ -435,7 +435,9 @@ class FederatedCLI(LightningCLI):
     def config_text(self) -> str:
         """The whole configuration as YAML, such that ``--config`` takes it."""
         config = self.config[self.config.subcommand].clone()
-        for key in (key for key, ignored in _NOT_MEANING.items() if ignored is None):  # options of this subcommand alone
+        for key in (
+            key for key, ignored in _NOT_MEANING.items() if ignored is None
+        ):  # options of this subcommand alone
             config.pop(key, None)
         return self._parser(self.subcommand).dump(config, skip_unset=False, skip_validation=True)
 
