@@ -72,6 +72,10 @@ class Message:
         object.__setattr__(self, "tensors", MappingProxyType(frozen))
         object.__setattr__(self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()}))
 
+    def plus(self, groups: Groups) -> Message:
+        """The same message with these groups beside its own, or in place of them."""
+        return Message(self.round, self.sender, {**self.tensors, **groups}, self.scalars, self.num_examples)
+
     def only(self, groups: tuple[str, ...]) -> Message:
         """The message with some of its groups; an unknown name raises KeyError."""
         return _share(self, {group: self.tensors[group] for group in groups})

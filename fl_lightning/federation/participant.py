@@ -18,7 +18,7 @@ from fl_lightning.federation import lean
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import owned_global_rng, torch_generator
-from fl_lightning.rules.base import Composed
+from fl_lightning.rules.base import compose
 from fl_lightning.tasks.base import Batch, FederatedTask
 
 # What a client fit never does: it writes no file, draws no bar, checks no sanity.
@@ -164,7 +164,7 @@ class Participant:
                     f"trainer.precision {trainer.precision} cannot run {type(fit.rules[0]).__name__}: the gradient scaler "
                     "calls a step's closure once only; use bf16-mixed or 32-true"
                 )
-            task.rule = fit.rules[0] if len(fit.rules) == 1 else Composed(fit.rules)
+            task.rule = compose(fit.rules)
             if task.rule.perturbs and trainer.accumulate_grad_batches != 1:
                 raise ValueError(
                     f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; it must be 1 where "

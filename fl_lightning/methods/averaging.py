@@ -191,6 +191,10 @@ class FedAvg(Method):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def zeros(self) -> dict[str, Tensor]:
+        """A zero for every global parameter."""
+        return {name: torch.zeros_like(value.detach()) for name, value in self.parameters.items()}
+
     def momentum(self) -> dict[str, Tensor] | None:
         """SGD's momentum as a displacement: minus learning rate times buffer."""
         rate = self.optimizer.param_groups[0]["lr"]

@@ -49,14 +49,13 @@ class FedCM(FedAvg):
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         super().setup(model, info, seed)
-        self.gradient = {name: torch.zeros_like(value.detach()) for name, value in self.parameters.items()}
+        self.gradient = self.zeros()
 
     def client(self) -> ClientProgram:
         return FedCMClient(self.buffer_policy, self.alpha)
 
     def broadcast(self, round: int) -> Message:
-        message = super().broadcast(round)
-        return Message(round, message.sender, {**message.tensors, "momentum": self.gradient}, message.scalars)
+        return super().broadcast(round).plus({"momentum": self.gradient})
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
         self.gradient = {n: -value / total.scalars["lr_sum"] for n, value in total.groups["model"].items()}

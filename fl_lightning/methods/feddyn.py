@@ -55,7 +55,7 @@ class FedDyn(FedAvg):
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         super().setup(model, info, seed)
         self.num_clients = len(info.clients)
-        self.dual = {name: torch.zeros_like(value.detach()) for name, value in self.parameters.items()}
+        self.dual = self.zeros()
 
     def client(self) -> ClientProgram:
         return FedDynClient(self.buffer_policy, self.alpha)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Message, Tensors
 from fl_lightning.methods.base import Client, ClientProgram, Reduced
@@ -73,7 +71,7 @@ class FedGloSS(FedDyn):
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         super().setup(model, info, seed)
-        self.last: Tensors = {n: torch.zeros_like(value.detach()) for n, value in self.parameters.items()}
+        self.last: Tensors = self.zeros()
 
     def client(self) -> ClientProgram:
         return FedGloSSClient(self.buffer_policy, self.alpha, self.local_rho)
@@ -81,7 +79,7 @@ class FedGloSS(FedDyn):
     def broadcast(self, round: int) -> Message:
         message = super().broadcast(round)
         perturbed = tree_add_scaled(message.tensors["model"], self.last, -over_norm(self.radius(round), self.last))
-        return Message(round, message.sender, {**message.tensors, "model": perturbed}, message.scalars)
+        return message.plus({"model": perturbed})
 
     def radius(self, round: int) -> float:
         """The server's rho in a round."""

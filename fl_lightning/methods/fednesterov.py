@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fl_lightning.message import Message, Tensors
 from fl_lightning.methods.averaging import FedAvg
@@ -30,8 +29,7 @@ class FedNesterov(FedAvg):
         self.look_ahead = momentum
 
     def broadcast(self, round: int) -> Message:
-        message = super().broadcast(round)
-        return Message(round, message.sender, {**message.tensors, "model": self.ahead()}, message.scalars)
+        return super().broadcast(round).plus({"model": self.ahead()})
 
     def ahead(self) -> Tensors:
         """The look-ahead theta + lambda m."""
@@ -39,7 +37,3 @@ class FedNesterov(FedAvg):
         if momentum is None:
             return self.parameters
         return {name: value.detach() + self.look_ahead * momentum[name] for name, value in self.parameters.items()}
-
-    def zeros(self) -> dict[str, Tensor]:
-        """A displacement of nothing, where there is no momentum yet."""
-        return {name: torch.zeros_like(value.detach()) for name, value in self.parameters.items()}

@@ -64,6 +64,4 @@ class FedNSAM(FedNesterov):
     def broadcast(self, round: int) -> Message:
         if self.form == "local":
             return super().broadcast(round)
-        message = super(FedNesterov, self).broadcast(round)
-        groups = {**message.tensors, "momentum": self.momentum() or self.zeros()}
-        return Message(round, message.sender, groups, message.scalars)
+        return super(FedNesterov, self).broadcast(round).plus({"momentum": self.momentum() or self.zeros()})

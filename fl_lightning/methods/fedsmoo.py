@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Group, Groups, Message, Tensors
 from fl_lightning.methods.base import Client, ClientProgram, Reduced, Result
@@ -60,15 +58,13 @@ class FedSMOO(FedDyn):
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         super().setup(model, info, seed)
-        self.perturbation: Tensors = {n: torch.zeros_like(value.detach()) for n, value in self.parameters.items()}
+        self.perturbation: Tensors = self.zeros()
 
     def client(self) -> ClientProgram:
         return FedSMOOClient(self.buffer_policy, self.alpha, self.rho)
 
     def broadcast(self, round: int) -> Message:
-        message = super().broadcast(round)
-        groups = {**message.tensors, "perturbation": self.perturbation}
-        return Message(round, message.sender, groups, message.scalars)
+        return super().broadcast(round).plus({"perturbation": self.perturbation})
 
     def uplink(self, round: int) -> dict[str, Group]:
         return {**super().uplink(round), "perturbation": Group("update")}

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Sum
@@ -55,14 +54,13 @@ class SCAFFOLD(FedAvg):
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         super().setup(model, info, seed)
         self.num_clients = len(info.clients)
-        self.control = {name: torch.zeros_like(value.detach()) for name, value in self.parameters.items()}
+        self.control = self.zeros()
 
     def client(self) -> ClientProgram:
         return SCAFFOLDClient(self.buffer_policy)
 
     def broadcast(self, round: int) -> Message:
-        message = super().broadcast(round)
-        return Message(round, message.sender, {**message.tensors, "control": self.control}, message.scalars)
+        return super().broadcast(round).plus({"control": self.control})
 
     def uplink(self, round: int) -> dict[str, Group]:
         return {**super().uplink(round), "control": Group("update", reduce=Sum())}

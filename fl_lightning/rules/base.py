@@ -102,6 +102,11 @@ class LocalRule:
         return oracle(params), carry
 
 
+def compose(rules: tuple[LocalRule, ...]) -> LocalRule:
+    """Rules as one, the first innermost; none are the plain gradient."""
+    return rules[0] if len(rules) == 1 else Composed(rules) if rules else LocalRule()
+
+
 @dataclass(frozen=True)
 class Composed(LocalRule):
     """Several rules in one step, the first innermost: each takes the direction of the one before it as its gradient."""

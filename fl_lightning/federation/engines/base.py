@@ -71,6 +71,11 @@ class Engine(ABC):
         """Personalised evaluation: each client's outputs, or None where nothing is personal."""
 
 
+def addressed_part(message: Message, groups: tuple[str, ...] | None) -> Message:
+    """What a client receives of a broadcast; None is all of it."""
+    return message if groups is None else message.only(groups)
+
+
 def check_reply(reply: Reply, uplink: Mapping[str, Group]) -> None:
     """A reply holds the groups that the method expects, no more, no less.
 

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from fl_lightning.aggregation import BLOCK_SIZE
 from fl_lightning.data.datamodule import FederatedDataModule
-from fl_lightning.federation.engines.base import Addressed, BlockReducer, Engine, Total, Weight, check_reply
+from fl_lightning.federation.engines.base import (
+    Addressed,
+    BlockReducer,
+    Engine,
+    Total,
+    Weight,
+    addressed_part,
+    check_reply,
+)
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Group, Message
@@ -81,8 +89,7 @@ class SerialEngine(Engine):
         """Replies in the order of the cohort, each with what its client had received."""
         for key in cohort:
             progress(key)
-            groups = addressed(key)
-            received = message if groups is None else message.only(groups)
+            received = addressed_part(message, addressed(key))
             yield (
                 self.participant.run(program.update(self.client(key, message.round), received), message.round, key),
                 received,

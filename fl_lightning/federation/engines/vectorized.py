@@ -22,14 +22,14 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation import lean
-from fl_lightning.federation.engines.base import Addressed
+from fl_lightning.federation.engines.base import Addressed, addressed_part
 from fl_lightning.federation.engines.serial import SerialEngine
 from fl_lightning.federation.participant import Participant, check
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Message
 from fl_lightning.methods.base import ClientProgram, Fit, Reply, Result, Steps
 from fl_lightning.rng import torch_generator
-from fl_lightning.rules.base import Composed, LocalRule, Oracle, Tensors, tree_map, tree_norm, tree_scale
+from fl_lightning.rules.base import LocalRule, Tensors, compose, tree_map, tree_norm, tree_scale
 from fl_lightning.tasks.base import Batch, FederatedTask
 
 # Optimizers that treat every element by itself, so that a stack of clients' parameters is as good as each alone.
@@ -110,8 +110,7 @@ class VectorizedEngine(SerialEngine):
             turns, received = [], []
             for key in cohort[first : first + self.chunk]:
                 progress(key)
-                groups = addressed(key)
-                received.append(message if groups is None else message.only(groups))
+                received.append(addressed_part(message, addressed(key)))
                 turns.append(Turn(key, program.update(self.client(key, message.round), received[-1])))
             for turn in turns:
                 turn.advance(None)
@@ -135,16 +134,16 @@ class VectorizedEngine(SerialEngine):
             else:
                 turn.advance(self.participant.execute(turn.request, round, turn.key))
         for members in groups.values():
-            for turn in members:
-                self._check(program, turn.request)
+            self._check(program, [turn.request for turn in members])
             for turn, result in zip(members, self._fit(round, members), strict=True):
                 turn.advance(result)
 
-    def _check(self, program: ClientProgram, fit: Fit) -> None:
-        """Refuse by name what would differ from a fit alone."""
-        check(fit)
-        task = self.participant.tasks[fit.task]
-        reason = lean.obstacle(self.participant.trainer, task, fit.callbacks)
+    def _check(self, program: ClientProgram, fits: Sequence[Fit]) -> None:
+        """Refuse by name what would differ from fits alone; all of one task."""
+        for fit in fits:
+            check(fit)
+        task = self.participant.tasks[fits[0].task]
+        reason = lean.obstacle(self.participant.trainer, task, [c for fit in fits for c in fit.callbacks])
         modules = list(task.modules())
         if reason is not None:
             reason = f"a fit needs Lightning's Trainer because {reason}"
@@ -175,13 +174,7 @@ class VectorizedEngine(SerialEngine):
         names = list(task.trainable())
         params = {n: torch.stack([fit.start[n] for fit in fits]).to(device) for n in names}
         optimizer = self._optimizer(task, params, fits[0])
-        rule = (
-            LocalRule()
-            if not fits[0].rules
-            else fits[0].rules[0]
-            if len(fits[0].rules) == 1
-            else Composed(fits[0].rules)
-        )
+        rule = compose(fits[0].rules)
         given, axes = _stacked([fit.given for fit in fits], device)
         start = {n: p.clone() for n, p in params.items()}  # the optimizer writes into ``params``
         constants = vmap(rule.constants, in_dims=(0, axes))(start, given)
@@ -294,7 +287,7 @@ class VectorizedStep:
                 first.append(value)
                 return self._clipped(gradient)
 
-            direction, moved = self.rule.direction(oracle_of(oracle), p, c, k, number)
+            direction, moved = self.rule.direction(oracle, p, c, k, number)
             return dict(direction), moved, first[0]
 
         direction, moved, losses = vmap(one)(params, inputs, labels, mask, constants, carry)
@@ -307,11 +300,6 @@ class VectorizedStep:
         if self.by_value:
             return tree_map(lambda value: value.clamp(-self.clip, self.clip), gradient)
         return tree_scale(gradient, (self.clip / (tree_norm(gradient) + 1e-6)).clamp(max=1.0))
-
-
-def oracle_of(function: Oracle) -> Oracle:
-    """A gradient oracle that takes any mapping."""
-    return lambda at: function(dict(at))
 
 
 class Schedule:
