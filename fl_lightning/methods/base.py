@@ -292,6 +292,14 @@ class Method(ABC):
         """Restore what `state_dict` gave."""
 
 
+def judge_personal(client: Client, start: Tensors) -> Steps:
+    """What `ClientProgram.evaluate` returns for a client's own model, its task called "model"."""
+    own = yield Predict("model", client.test, start)
+    held_out = yield Predict("model", client.val, start)
+    everywhere = yield Predict("model", client.shared_test, start)
+    return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
+
+
 def clone(tensors: Tensors) -> dict[str, Tensor]:
     """Copies by name."""
     return {name: value.detach().clone() for name, value in tensors.items()}

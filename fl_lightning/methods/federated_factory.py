@@ -33,6 +33,7 @@ from fl_lightning.methods.base import (
     Reduced,
     Server,
     Steps,
+    judge_personal,
 )
 from fl_lightning.synthesis.samplers import sample_seeds
 from fl_lightning.tasks.base import FederatedTask
@@ -158,15 +159,7 @@ class FactoryClient(ClientProgram):
         return client.reply({}, memory=client.memory)
 
     def evaluate(self, client: Client, message: Message) -> Steps | None:
-        return self._personal(client) if "expert" in client.memory else None
-
-    @staticmethod
-    def _personal(client: Client) -> Steps:
-        start = client.memory["expert"]
-        own = yield Predict("model", client.test, start)
-        held_out = yield Predict("model", client.val, start)
-        everywhere = yield Predict("model", client.shared_test, start)
-        return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
+        return judge_personal(client, client.memory["expert"]) if "expert" in client.memory else None
 
 
 def wanted(

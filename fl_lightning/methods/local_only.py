@@ -8,7 +8,18 @@ from typing import Any
 
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Group, Message
-from fl_lightning.methods.base import SERVER, Client, ClientProgram, Fit, Method, Predict, Reduced, Server, Steps
+from fl_lightning.methods.base import (
+    SERVER,
+    Client,
+    ClientProgram,
+    Fit,
+    Method,
+    Predict,
+    Reduced,
+    Server,
+    Steps,
+    judge_personal,
+)
 from fl_lightning.tasks.base import FederatedTask
 
 
@@ -22,11 +33,7 @@ class LocalOnlyClient(ClientProgram):
         return client.reply({}, memory=memory, metrics=result.metrics)
 
     def evaluate(self, client: Client, message: Message) -> Steps:
-        start = self._model(client, message)
-        own = yield Predict("model", client.test, start)
-        held_out = yield Predict("model", client.val, start)
-        everywhere = yield Predict("model", client.shared_test, start)
-        return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
+        return judge_personal(client, self._model(client, message))
 
     def _model(self, client: Client, message: Message) -> Mapping[str, Any]:
         return client.memory["model"] if "model" in client.memory else message.tensors["model"]

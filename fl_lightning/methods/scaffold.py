@@ -66,9 +66,8 @@ class SCAFFOLD(FedAvg):
         return {**super().uplink(round), "control": Group("update", reduce=Sum())}
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
-        for name, change in total.groups[
-            "control"
-        ].items():  # c <- c + (|S| / N) mean_S (c_i+ - c_i), so c = mean_N c_i
+        # c <- c + (|S| / N) mean_S (c_i+ - c_i), so c = mean_N c_i
+        for name, change in total.groups["control"].items():
             self.control[name] = self.control[name] + change / self.num_clients
         return super().server_update(round, total, server)
 
