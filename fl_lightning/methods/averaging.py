@@ -104,6 +104,42 @@ class AveragingClient(ClientProgram):
         return {"own": own.outputs, "val": held_out.outputs}
 
 
+@dataclass(frozen=True)
+class WeightAveraging:
+    """Stochastic weight averaging on the server (Izmailov et al., 2018; as in Caldarola et al., 2022, section 5.2).
+
+    In the last rounds the clients' learning rate falls linearly over every cycle, and the running mean of the models at the
+    ends of the cycles is what is evaluated. Clients go on from the model, not from the mean.
+
+    Attributes:
+        start: Share of the rounds before the first cycle, in [0, 1).
+        cycle: Rounds of a cycle, at least 1.
+        end: Factor of the learning rate in the last round of a cycle, in (0, 1]. 0.01 in the paper: from 0.01 to 10^-4.
+    """
+
+    start: float = 0.75
+    cycle: int = 10
+    end: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < 1:
+            raise ValueError(f"averaging.start is {self.start}; it must be in [0, 1)")
+        if self.cycle < 1:
+            raise ValueError(f"averaging.cycle is {self.cycle}; it must be at least 1")
+        if not 0 < self.end <= 1:
+            raise ValueError(f"averaging.end is {self.end}; it must be in (0, 1]")
+
+    def position(self, round: int, rounds: int) -> int:
+        """Which round of its cycle a round is, from 1 to ``cycle``; 0 before the first cycle."""
+        after = round - math.floor(self.start * rounds)
+        return (after - 1) % self.cycle + 1 if after > 0 else 0
+
+    def lr_scale(self, round: int, rounds: int) -> float:
+        """Factor of the learning rate in a round."""
+        fallen = self.position(round, rounds) / self.cycle
+        return (1 - fallen) + fallen * self.end
+
+
 class FedAvg(Method):
     """Weighted mean of client updates, then one step of a server optimizer.
 
@@ -119,6 +155,7 @@ class FedAvg(Method):
         lr_schedule: The clients' learning rate over the rounds: "constant", or "cosine" from the optimizer's own in the
             first round down towards 0 after the last.
         lr_decay: Factor of the clients' learning rate from round to round, in (0, 1].
+        averaging: Average the weights of the last rounds, and evaluate the mean; null for not.
     """
 
     def __init__(
@@ -129,6 +166,7 @@ class FedAvg(Method):
         buffers: BufferPolicy = "average",
         lr_schedule: Literal["constant", "cosine"] = "constant",
         lr_decay: float = 1.0,
+        averaging: WeightAveraging | None = None,
     ) -> None:
         super().__init__(rounds)
         if weighting not in ("examples", "uniform"):
@@ -140,12 +178,14 @@ class FedAvg(Method):
         if not 0 < lr_decay <= 1:
             raise ValueError(f"lr_decay is {lr_decay}; it must be in (0, 1]")
         self.server_optimizer, self.weighting, self.buffer_policy = server_optimizer, weighting, buffers
-        self.lr_schedule, self.lr_decay = lr_schedule, lr_decay
+        self.lr_schedule, self.lr_decay, self.averaging = lr_schedule, lr_decay, averaging
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:
         self.parameters = {name: nn.Parameter(p.detach().cpu().clone()) for name, p in model.trainable().items()}
         self.buffers = clone({name: buffer.cpu() for name, buffer in model.persistent_buffers().items()})
         self.optimizer = self.server_optimizer(list(self.parameters.values()))
+        self.averaged: dict[str, Tensor] = {}
+        self.num_averaged = 0
 
     def client(self) -> ClientProgram:
         return AveragingClient(self.buffer_policy)
@@ -161,7 +201,8 @@ class FedAvg(Method):
     def lr_scale(self, round: int) -> float:
         """Factor of the clients' learning rate in a round."""
         cosine = 0.5 * (1 + math.cos(math.pi * (round - 1) / self.rounds)) if self.lr_schedule == "cosine" else 1.0
-        return cosine * self.lr_decay ** (round - 1)
+        cyclical = self.averaging.lr_scale(round, self.rounds) if self.averaging else 1.0
+        return cyclical * cosine * self.lr_decay ** (round - 1)
 
     def uplink(self, round: int) -> dict[str, Group]:
         groups = {"model": Group("update")}
@@ -178,6 +219,8 @@ class FedAvg(Method):
         self.step(self.global_update(total))
         for name, change in total.groups.get("buffers", {}).items():
             self.buffers[name] = self.buffers[name] + change
+        if self.averaging and self.averaging.position(round, self.rounds) == self.averaging.cycle:
+            self._average()
         return {"server/client_drift": drift, "server/update_norm": math.sqrt(square_norm(mean))}
 
     def global_update(self, total: Reduced) -> Tensors:
@@ -191,6 +234,13 @@ class FedAvg(Method):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def _average(self) -> None:
+        """Take the model into the running mean."""
+        self.num_averaged += 1
+        for name, value in self.state().items():
+            mean = self.averaged.get(name, value)  # integers (BatchNorm's counter) stay those of the newest model
+            self.averaged[name] = mean + (value - mean) / self.num_averaged if value.is_floating_point() else value
+
     def zeros(self) -> dict[str, Tensor]:
         """A zero for every global parameter."""
         return {name: torch.zeros_like(value.detach()) for name, value in self.parameters.items()}
@@ -203,17 +253,19 @@ class FedAvg(Method):
         return {n: -rate * b for n, b in buffers.items() if b is not None} if None not in buffers.values() else None
 
     def state(self) -> dict[str, Tensor]:
-        """The global model."""
+        """The global model, which clients start from."""
         return {**clone(self.parameters), **self.buffers}
 
     def evaluations(self) -> dict[str, Predict]:
-        return {"": Predict("model", None, self.state())}
+        return {"": Predict("model", None, self.averaged or self.state())}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "parameters": clone(self.parameters),
             "buffers": self.buffers,
             "optimizer": self.optimizer.state_dict(),
+            "averaged": dict(self.averaged),
+            "num_averaged": self.num_averaged,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,3 +274,4 @@ class FedAvg(Method):
                 parameter.copy_(state["parameters"][name])
         self.buffers = dict(state["buffers"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.averaged, self.num_averaged = dict(state["averaged"]), int(state["num_averaged"])

@@ -1,6 +1,6 @@
 """FedASAM (Caldarola et al., 2022): federated averaging of local adaptive sharpness-aware minimisation.
 
-Their weight averaging over the last rounds (SWA with a cyclical learning rate) is not part of this.
+Their averaging of the last rounds' weights is `FedAvg`'s ``averaging``, which any method of the family takes.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from federation.tiny import same
 from methods.plain import World, by_hand, close
 
 from fl_lightning.methods import FedASAM, FedAvg, FedSAM
+from fl_lightning.methods.averaging import WeightAveraging
 from fl_lightning.rules.sharpness import ASAM, SAM
 
 
@@ -49,6 +50,32 @@ def test_without_scaling_it_is_sam() -> None:
 def test_no_radius_is_fedavg_bit_for_bit() -> None:
     plain, ours = World().run(FedAvg(rounds=3)), World().run(FedASAM(rho=0.0, rounds=3))
     assert same(plain.method.state(), ours.method.state())
+
+
+def test_averaged_weights_are_the_mean_of_the_models_at_the_ends_of_cycles() -> None:
+    """Caldarola et al., section 5.2: from three quarters of the rounds on; eta falls linearly over a cycle to its end."""
+    rounds, swa = 8, WeightAveraging(start=0.5, cycle=2, end=0.1)
+    world, scale = World(), [1, 1, 1, 1, 0.55, 0.1, 0.55, 0.1]
+    theta, ends = world.theta, []
+    for t in range(1, rounds + 1):
+        world.lr = 0.1 * scale[t - 1]
+        theta = world.mean({i: world.local(t, i, theta, lambda y, gradient: gradient(y)) for i in world.cohort(t)})
+        ends += [theta] if t in (6, 8) else []
+    loop = World().run(FedASAM(rho=0.0, rounds=rounds, averaging=swa))
+    close(loop.method, theta)
+    evaluated = loop.method.evaluations()[""].start
+    torch.testing.assert_close(world.flat(evaluated), (ends[0] + ends[1]) / 2)
+    again = World().run(FedASAM(rho=0.0, rounds=1, averaging=swa))
+    again.method.load_state_dict(loop.method.state_dict())
+    assert same(again.method.state_dict(), loop.method.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("argument", "allowed"), [({"start": 1.0}, "in .0, 1."), ({"cycle": 0}, "at least 1"), ({"end": 0.0}, "in .0, 1.")]
+)
+def test_wrong_averaging(argument: dict[str, float], allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"averaging.{next(iter(argument))} is .*; it must be {allowed}"):
+        WeightAveraging(**argument)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["rho", "eta"])
