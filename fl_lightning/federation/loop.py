@@ -21,6 +21,7 @@ from fl_lightning.federation.engines.base import Engine
 from fl_lightning.federation.engines.serial import SerialEngine
 from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
+from fl_lightning.federation.flops import FlopCount
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
@@ -49,6 +50,8 @@ class FederationLoop:
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
         eval_batch_size: Examples per forward pass when evaluating, at least 1.
+        count_flops: Record the floating-point operations of every round, at clients and server, evaluation aside
+            (``round/flops``); for the serial engine.
         callbacks: Watchers of the federation, for example `EarlyStop`.
         progress: Show progress: a live display on a terminal, plain lines elsewhere.
     """
@@ -67,6 +70,7 @@ class FederationLoop:
         monitor: str | None = None,
         num_threads: int | None = 1,
         eval_batch_size: int = 512,
+        count_flops: bool = False,
         callbacks: list[FederationCallback] | None = None,
         progress: bool = True,
     ) -> None:
@@ -82,6 +86,9 @@ class FederationLoop:
                 raise ValueError(f"federation.{label} is {value}; it must be at least 1")
         if engine not in ("serial", "vectorized"):
             raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial', 'vectorized'")
+        if count_flops and engine != "serial":
+            raise ValueError(f"federation.count_flops is true, and the engine is {engine!r}; it must be 'serial'")
+        self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
         if client_loop not in ("auto", "trainer", "lean"):
             raise ValueError(f"federation.client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
@@ -196,7 +203,9 @@ class FederationLoop:
         return self.history
 
     def _run_round(self, round: int) -> None:
-        method, started = self.method, time.perf_counter()
+        method, started = self.method, _clocks()
+        flops = self.participant.flops = self.flops
+        before = flops.total if flops else 0.0
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
             cohort = method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
@@ -215,22 +224,27 @@ class FederationLoop:
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))
             numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
+        self.participant.flops = None
         self.round = round
         row = {f"client/{name}": value for name, value in total.metrics.items()} | numbers
         row |= {
             "round/clients": float(len(cohort)),
             "round/gradients": float(total.num_gradients),
+            **({"round/flops": flops.total - before} if flops else {}),
             "comm/bytes_up": float(total.bytes_up),
             "comm/bytes_down": float(total.bytes_down),
         }
         self._record(row, timings, started)
 
     def _record(
-        self, row: Mapping[str, float], timings: dict[str, float] | None = None, started: float | None = None
+        self,
+        row: Mapping[str, float],
+        timings: dict[str, float] | None = None,
+        started: tuple[float, float] | None = None,
     ) -> None:
         """Evaluate, put the round's row into the history, commit."""
         timings = {} if timings is None else timings
-        started = time.perf_counter() if started is None else started
+        started = _clocks() if started is None else started
         row = {"round": float(self.round), **row}
         last = self.round >= self.method.rounds
         if self.round % self.evaluate_every == 0 or last:
@@ -239,7 +253,7 @@ class FederationLoop:
                 row |= self.evaluate()
         for callback in self.callbacks:
             row |= callback.measure(self)
-        timings["round"] = time.perf_counter() - started
+        timings["round"], timings["cpu"] = (now - then for now, then in zip(_clocks(), started, strict=True))
         row |= {f"time/{name}": value for name, value in timings.items()}
         for name, value in timings.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
@@ -327,6 +341,11 @@ class FederationLoop:
             best = max((row for row in self.history if self.monitor in row), key=lambda row: row[self.monitor or ""])
             summary["best"] = {"round": int(best["round"]), "metrics": {k: v for k, v in best.items() if k in final}}
         return summary
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds on the wall, and of this process on a CPU."""
+    return time.perf_counter(), time.process_time()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from fl_lightning.data.augmentation import augment, draw
 from fl_lightning.data.examples import Examples
 from fl_lightning.federation import lean
+from fl_lightning.federation.flops import FlopCount
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import owned_global_rng, torch_generator
@@ -60,6 +61,7 @@ class BatchLoader:
     ) -> None:
         self.examples, self.batch_size, self.generator = examples, batch_size, generator
         self.rank, self.world_size, self.draws = rank, world_size, draws
+        self.served = 0  # examples so far
 
     def __len__(self) -> int:
         return math.ceil(len(self.examples) / self.batch_size)
@@ -68,6 +70,7 @@ class BatchLoader:
         count = len(self.examples)
         order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
         for batch in order.split(self.batch_size):
+            self.served += len(batch)
             scale = 1.0
             draws = None if self.draws is None else draw(self.examples.augmentation, len(batch), self.draws)
             if self.world_size > 1:
@@ -117,6 +120,7 @@ class Participant:
         self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
         self._dry = bool(template.get("fast_dev_run"))
         self.num_gradients = 0  # backward passes of all fits so far
+        self.flops: FlopCount | None = None  # counts where one is set
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
 
@@ -189,6 +193,9 @@ class Participant:
                 trainer.fit(task, loader)
                 optimizer, num_steps = trainer.optimizers[0], trainer.global_step
             outcome = _outcome(optimizer)
+            if self.flops is not None:
+                often = loader.served * task.num_gradients / max(num_steps, 1)
+                self.flops.fit(fit.task, task, next(iter(loader)), often)
             self.num_gradients += task.num_gradients
         finally:
             self._release()
@@ -272,6 +279,8 @@ class Participant:
         loader = BatchLoader(self._inputs(task, request.data), self.eval_batch_size)
         run = lean.predict if self._lean(task, []) else Trainer.predict
         outputs: Any = run(trainer, task, loader)
+        if self.flops is not None:
+            self.flops.predict(request.task, task, next(iter(loader)), len(request.data))
         # Lightning predicts in inference mode; a copy outside of it can be trained on.
         return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone())
 

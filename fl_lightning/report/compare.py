@@ -34,7 +34,8 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.report import tables
 
 Values = dict[str, float]
-COSTS = ("kB up per round", "kB down per round", "MB in all", "gradients", "seconds")
+COSTS = ("kB up per round", "kB down per round", "MB in all", "gradients", "TFLOP", "seconds", "CPU seconds")
+OPTIONAL = {"gradients": "round/gradients", "TFLOP": "round/flops", "CPU seconds": "time/cpu"}  # not in every record
 SPENT = ("round", "gradients", "MB in all", "seconds")  # on the way to a target
 AT = r"(first|last|mean:[1-9]\d*|(best|lowest):.+|(reach|fall):.+:[^:]+)"
 
@@ -586,14 +587,14 @@ def reading(rows: Sequence[Values], at: str) -> Values | None:
             return None
         values |= (min if kind == "lowest" else max)(candidates, key=lambda row: row[column])
     before = [row for row in rows if row["round"] <= values["round"]]
-    up, down, gradients, seconds = (
+    up, down, gradients, flops, seconds, cpu = (
         sum(row.get(c, 0.0) for row in before)
-        for c in ("comm/bytes_up", "comm/bytes_down", "round/gradients", "time/round")
+        for c in ("comm/bytes_up", "comm/bytes_down", "round/gradients", "round/flops", "time/round", "time/cpu")
     )
     rounds = max(values["round"], 1.0)
-    costs = zip(COSTS, (up / rounds / 1e3, down / rounds / 1e3, (up + down) / 1e6, gradients, seconds), strict=True)
-    counted = any("round/gradients" in row for row in rows)  # a record of an older version has none
-    return values | {name: value for name, value in costs if counted or name != "gradients"}
+    spent = (up / rounds / 1e3, down / rounds / 1e3, (up + down) / 1e6, gradients, flops / 1e12, seconds, cpu)
+    recorded = {column for row in rows for column in row}
+    return values | {name: v for name, v in zip(COSTS, spent, strict=True) if OPTIONAL.get(name, "round") in recorded}
 
 
 def _number(at: str) -> bool:

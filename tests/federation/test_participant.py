@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from federation.tiny import CPU, examples, linear, normalised, same, sgd, task
+from federation.tiny import CPU, examples, federation, linear, normalised, same, sgd, task
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import DataInfo, TensorExamples
 from fl_lightning.federation.participant import BatchLoader, Participant
-from fl_lightning.methods.base import Fit, Predict, Result
+from fl_lightning.methods import FedAvg, FedSAM, NoiseDistillation
+from fl_lightning.methods.base import Fit, Predict, Result, Training
 from fl_lightning.rng import torch_generator
 from fl_lightning.rules.base import Composed, LocalRule
 from fl_lightning.rules.proximal import Proximal
@@ -369,3 +370,30 @@ def test_devices_share_each_batch_exactly(world: int) -> None:
         torch.testing.assert_close(mean, batch.inputs.mean(0), rtol=0, atol=1e-12)
     lone = [next(iter(BatchLoader(examples(1), 4, None, rank, world))) for rank in range(world)]
     assert [part.scale for part in lone] == [float(world), *[0.0] * (world - 1)]
+
+
+def test_floating_point_operations_of_a_run() -> None:
+    """A linear map of 4 to 3: 24 forward for an example, as many for the weights' gradient; none for the inputs'."""
+    plain, counted = federation(FedAvg(2)), federation(FedAvg(2), count_flops=True)
+    plain.fit()
+    counted.fit()
+    assert same(plain.method.state_dict(), counted.method.state_dict())
+    assert [row.get("round/flops") for row in counted.history] == [None, 24 * 48.0, 24 * 48.0]
+    sam = federation(FedSAM(rounds=1), count_flops=True)
+    sam.fit()
+    assert sam.history[1]["round/flops"] == 2 * 24 * 48
+
+
+def test_floating_point_operations_of_server_work() -> None:
+    """Three clients' models on 24 examples, three teachers on 9 images, a student of 5 steps of 4, 4, 1, 4, 4 images."""
+    method = NoiseDistillation(images=9, student=Training(5, 4))
+    loop = federation(
+        method, network=lambda *a: linear(*a).float(), data_options={"dtype": torch.float32}, count_flops=True
+    )
+    loop.fit()
+    assert loop.history[1]["round/flops"] == 24 * 48 + 3 * 9 * 24 + 17 * 48
+
+
+def test_operations_are_not_counted_by_the_vectorised_engine() -> None:
+    with pytest.raises(ValueError, match="count_flops is true, and the engine is 'vectorized'; it must be 'serial'"):
+        federation(FedAvg(1), engine="vectorized", count_flops=True)
