@@ -69,6 +69,7 @@ _DELETED_BY_UNLEARN = (
     "hparams.yaml",
     "summary.json",
     "samples*.png",
+    "pictures",
     "confusion.png",
     "flatness*.png",
     "flatness*.json",

@@ -17,7 +17,7 @@ from fl_lightning.data.examples import Examples
 from fl_lightning.federation import lean
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
-from fl_lightning.rng import owned_global_rng, torch_generator
+from fl_lightning.rng import derive_seed, owned_global_rng, torch_generator
 from fl_lightning.rules.base import compose
 from fl_lightning.tasks.base import Batch, FederatedTask
 
@@ -143,11 +143,13 @@ class Participant:
         if request.start is not None:
             task.load(request.start)
         task.given = request.given
+        task.request_seed = derive_seed(self.seed, *owner, *request.key)
         with owned_global_rng(self.seed, *owner, *request.key):
             try:
                 return self._fit(task, request, owner) if isinstance(request, Fit) else self._predict(task, request)
             finally:
                 task.given, task.rule, task.learning_rate, task.lr_scale = {}, None, None, 1.0
+                task.pictures = []
                 task._trainer = None  # else the module keeps the optimizer, its state and the loaders alive
 
     def _task(self, name: str) -> FederatedTask:
@@ -202,6 +204,7 @@ class Participant:
             metrics=task.fit_metrics(),
             num_gradients=task.num_gradients,
             outcome=outcome,
+            pictures=tuple(task.pictures),
         )
 
     def _lean(self, task: FederatedTask, callbacks: Sequence[Callback]) -> bool:

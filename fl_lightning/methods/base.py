@@ -19,7 +19,7 @@ from torch import Tensor
 from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.message import Group, Groups, Message, Tensors
 from fl_lightning.rules.base import LocalRule
-from fl_lightning.tasks.base import FederatedTask
+from fl_lightning.tasks.base import FederatedTask, Picture
 
 SERVER = "server"
 
@@ -84,6 +84,7 @@ class Result:
         metrics: Means over the fit.
         num_gradients: Backward passes taken.
         outcome: Groups of tensors that the rules hand back; see `LocalRule.outcome`.
+        pictures: What callbacks have drawn.
     """
 
     params: dict[str, Tensor] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_gradients: int = 0
     outcome: Groups = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
 
 Steps = Generator[Fit | Predict, Result, Any]
@@ -107,11 +109,13 @@ class Reply:
         message: What crosses the wire.
         memory: The client's new memory by group; None keeps the old one.
         metrics: Numbers for the round's record; they do not cross the wire in a deployment and are not counted.
+        pictures: Likewise pictures; they may show the client's own images.
     """
 
     message: Message
     memory: Groups | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,10 +153,11 @@ class Client:
         scalars: Mapping[str, float] | None = None,
         memory: Groups | None = None,
         metrics: Mapping[str, float] | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> Reply:
         """Answer with groups of tensors; ``memory`` replaces the client's memory once the reply is accepted."""
         message = Message(self.round, self.key, groups, scalars or {}, self.num_examples)
-        return Reply(message, memory, metrics or {})
+        return Reply(message, memory, metrics or {}, tuple(pictures))
 
 
 class ClientProgram(ABC):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ from fl_lightning.methods.base import (
     judge_personal,
 )
 from fl_lightning.synthesis.samplers import sample_seeds
-from fl_lightning.tasks.base import FederatedTask
+from fl_lightning.tasks.base import FederatedTask, Picture
 from fl_lightning.tasks.ensemble import EXPERT, EnsembleTask
 from fl_lightning.tasks.generator import GeneratorTask
 
@@ -109,6 +109,7 @@ class FactoryClient(ClientProgram):
         if self.generator.conditional and labels:
             parts = {ALL: real.of_classes(labels)}
         factories: dict[str, Tensor] = {}
+        pictures: list[Picture] = []
         loss = 0.0
         for label, part in parts.items():
             start = self.generator.fresh(client.seed, client.key, label, "factory")
@@ -116,8 +117,11 @@ class FactoryClient(ClientProgram):
             shipped = self.generator.shipped({**result.params, **result.buffers})
             factories |= {f"{label}/{name}": value for name, value in shipped.items()}
             loss += result.metrics["loss"] / len(parts)
+            name = "factory" if label == ALL else f"factory_{label}"
+            pictures += [replace(picture, name=f"{name}_{picture.name}") for picture in result.pictures]
         held = {"labels": torch.tensor(labels, dtype=torch.int64), "counts": counts[labels]}
-        return client.reply({"factories": factories, "held": held}, metrics={"factory_loss": loss})
+        groups = {"factories": factories, "held": held}
+        return client.reply(groups, metrics={"factory_loss": loss}, pictures=pictures)
 
     def _expert(self, client: Client, message: Message, real: Examples) -> Steps:
         """Section "decentralized mode": own classes are real, the others are drawn; each peer draws images of its own."""

@@ -5,20 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from federation.tiny import CPU, examples, federation, numbers, same
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+from fl_lightning.callbacks.generator_pretraining import GeneratorPretraining
 from fl_lightning.data.bank import Bank, Provenance, quotas
 from fl_lightning.data.examples import TensorExamples
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.state import digest
 from fl_lightning.methods import FedAvg, FederatedFactory
 from fl_lightning.methods.base import Fit, Predict
 from fl_lightning.methods.federated_factory import FactoryClient, Training, wanted
+from fl_lightning.models.edm2 import EDM2UNet
 from fl_lightning.synthesis.samplers import sample_seeds
+from fl_lightning.tasks.diffusion import DiffusionTask
 from fl_lightning.tasks.ensemble import EXPERT, EnsembleTask
 from fl_lightning.tasks.generator import CVAETask, GaussianTask, GeneratorTask
 
@@ -190,6 +199,41 @@ def test_resume_after_the_factories(tmp_path: Path) -> None:
     resumed = run(factory(), tmp_path / "b", tmp_path / "a" / "checkpoints" / "round_00001")
     assert same(whole.method.state_dict(), resumed.method.state_dict())
     assert numbers(whole) == numbers(resumed)
+
+
+def diffusion(info_shape: tuple[int, int, int], label_dim: int = 0) -> nn.Module:
+    return EDM2UNet(info_shape, label_dim, width=4, multipliers=(1,))
+
+
+def test_pictures_of_factories_go_to_the_record_and_nowhere_else(tmp_path: Path) -> None:
+    def method(grid: int) -> FederatedFactory:
+        task = DiffusionTask(diffusion, steps=2, sampler="euler")
+        callback = GeneratorPretraining(ramp_images=0, grid=grid, every=3)
+        return factory(generator=task, pretraining=[callback], without=["class:class 0", "class:class 2"])
+
+    told: list[Any] = []
+
+    class Listen(FederationCallback):
+        def on_pictures(self, loop: FederationLoop, pictures: Any) -> None:
+            told.append((loop.round, pictures))
+
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    loop = run(method(2), tmp_path, callbacks=[Recorder(tmp_path, [logger]), Listen()])
+    plain = run(method(0))
+    assert digest(loop.method.state_dict()) == digest(plain.method.state_dict())
+    assert numbers(loop) == numbers(plain)  # bytes too
+    ((round, pictures),) = told
+    assert (round, list(pictures)) == (1, ["0", "1", "2"])
+    expected = [("factory_1_samples", 3), ("factory_1_samples", 4), ("factory_1_denoised", 4)]
+    for client in "012":
+        assert [(p.name, p.step) for p in pictures[client]] == expected
+        files = sorted(p.name for p in (tmp_path / "pictures" / f"client_{client}").iterdir())
+        assert files == sorted(f"{name}_{step:07d}.png" for name, step in expected)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.step for e in events.Images("pictures/client_1/factory_1_samples")] == [3, 4]
+    shown = np.asarray(Image.open(tmp_path / "pictures" / "client_1" / "factory_1_denoised_0000004.png"))
+    assert shown[..., :3].std() > 10
 
 
 # ---- peers
