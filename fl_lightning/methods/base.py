@@ -279,6 +279,25 @@ class Method(ABC):
         """
         raise ValueError(f"{type(self).__name__} cannot unlearn: its model mixes what all clients sent")
 
+    def enrol(self, key: str) -> int:
+        """Let a client (its key) or a class ("class:" and its name) of ``without`` take part after all.
+
+        Rounds that are run again must ask nobody for what the state holds already, and lead to the state of a federation in
+        which the key took part from the beginning, to the last bit.
+
+        Args:
+            key: Who or what is to take part.
+
+        Returns:
+            The round to go on after: later ones are run again.
+
+        Raises:
+            ValueError: The method cannot, the key is unknown, or it takes part already.
+        """
+        raise ValueError(
+            f"{type(self).__name__} cannot enrol: whoever joins late has missed rounds that others built on"
+        )
+
     def synthetic(self) -> Examples | None:
         """Images that the server has synthesised, if it does that and has by now. For meters."""
         return None
@@ -303,6 +322,17 @@ def judge_personal(client: Client, start: Tensors) -> Steps:
     held_out = yield Predict("model", client.val, start)
     everywhere = yield Predict("model", client.shared_test, start)
     return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
+
+
+def at_least_0(**values: float) -> None:
+    """Refuse arguments below 0 (or none that is a number) by name.
+
+    Raises:
+        ValueError: One is.
+    """
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
 
 
 def clone(tensors: Tensors) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.recorder import Recorder
-from fl_lightning.federation.state import digest
+from fl_lightning.federation.state import CheckpointFolder, digest
 from fl_lightning.methods import FedAvg, FederatedFactory
 from fl_lightning.methods.base import Fit, Predict
 from fl_lightning.methods.federated_factory import FactoryClient, Training, wanted
@@ -299,8 +299,6 @@ def test_an_ensemble_is_permutation_invariant_and_of_one_is_the_model() -> None:
 
 def forget(loop: FederationLoop, key: str, folder: Path) -> FederationLoop:
     """As the command does it."""
-    from fl_lightning.federation.state import CheckpointFolder
-
     loop.rewind(loop.method.unlearn(key))
     rewound = CheckpointFolder(folder / "checkpoints", keep_last=99).save(loop.round, loop.state_dict(), {})
     loop.fit(folder, rewound)
@@ -328,6 +326,77 @@ def test_forgetting_is_never_having_joined(mode: Any, key: str, tmp_path: Path) 
         assert 2 not in method.bank.labels
     with pytest.raises(ValueError, match="has been forgotten already"):
         method.unlearn(key)
+
+
+def enrol(loop: FederationLoop, key: str, folder: Path) -> None:
+    """As the command does it."""
+    loop.rewind(loop.method.enrol(key))
+    rewound = CheckpointFolder(folder / "checkpoints", keep_last=99).save(loop.round, loop.state_dict(), {})
+    loop.fit(folder, rewound)
+
+
+@pytest.mark.parametrize("mode", ["server", "peer"])
+@pytest.mark.parametrize("key", ["1", "class:class 2"])
+def test_coming_late_is_having_been_there_from_the_start(mode: Any, key: str, tmp_path: Path) -> None:
+    loop = run(factory(mode, without=[key]), tmp_path)
+    before = {(c, k): digest(f) for c, own in loop.method.factories.items() for k, f in own.items()}  # type: ignore[attr-defined]
+    fits: list[Any] = []
+    execute = loop.participant.execute
+
+    def watched(request: Any, *owner: object) -> Any:
+        fits.extend([(owner[1], *request.key)] if isinstance(request, Fit) and owner[0] == 1 else [])
+        return execute(request, *owner)
+
+    loop.participant.execute = watched  # type: ignore[method-assign]
+    enrol(loop, key, tmp_path)
+    if key == "1":  # it trains its own; nobody else trains in round 1
+        assert fits == [("1", "factory", label) for label in sorted(held(loop)["1"])]
+    else:  # every owner trains the factory of that class
+        assert fits == [(client, "factory", 2) for client, own in held(loop).items() if 2 in own]
+    always = run(factory(mode))
+    method = loop.method
+    assert isinstance(method, FederatedFactory)
+    assert {place: digest(method.factories[place[0]][place[1]]) for place in before} == before
+    assert digest(method.state_dict()) == digest(always.method.state_dict())
+    assert digest(loop.memory.state_dict()) == digest(always.memory.state_dict())
+    assert numbers(loop)[2:] == numbers(always)[2:]
+    with pytest.raises(ValueError, match="takes part already; left out are: none"):
+        method.enrol(key)
+
+
+def test_going_and_coming_in_any_order(tmp_path: Path) -> None:
+    always = run(factory(), tmp_path / "a")
+    loop = run(factory(without=["class:class 0", "2"]), tmp_path / "b")
+    forget(loop, "0", tmp_path / "b")
+    for key in ("2", "0", "class:class 0"):
+        assert loop.method.enrol(key) == 0
+        for other in loop.method.without:
+            with pytest.raises(ValueError, match=f"'{key}' is not done with coming in"):
+                loop.method.enrol(other)
+        loop.rewind(0)
+        loop.fit()
+    assert digest(loop.method.state_dict()) == digest(always.method.state_dict())
+    # A newcomer may go before it has come, and nobody may have sent anything yet.
+    forget(loop, "1", tmp_path / "c")
+    loop.method.enrol("1")
+    forget(loop, "1", tmp_path / "d")
+    assert digest(loop.method.state_dict()) == digest(run(factory(without=["1"])).method.state_dict())
+    early = federation(factory(without=["1"]), SIZES, network=linear, data_options={"dtype": torch.float32})
+    early.method.enrol("1")
+    early.fit()
+    assert digest(early.method.state_dict()) == digest(always.method.state_dict())
+
+
+def test_who_cannot_come_late_is_refused() -> None:
+    loop = run(factory(generator=CVAETask(hidden=(8,)), without=["class:class 1", "2"]))
+    with pytest.raises(ValueError, match="one class cannot be added to it"):
+        loop.method.enrol("class:class 1")
+    with pytest.raises(ValueError, match="client '9'; allowed: 0, 1, 2"):
+        loop.method.enrol("9")
+    with pytest.raises(ValueError, match="'0' takes part already; left out are: class:class 1, 2"):
+        loop.method.enrol("0")
+    with pytest.raises(ValueError, match="FedAvg cannot enrol"):
+        FedAvg(1).enrol("0")
 
 
 def test_masking_is_approximate_and_says_so() -> None:
