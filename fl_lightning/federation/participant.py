@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 
 from fl_lightning.data.augmentation import augment, draw
@@ -111,6 +112,8 @@ class Participant:
         template = {**trainer, **SILENT}
         self.callbacks: list[Callback] = list(template.pop("callbacks", None) or [])
         self.trainer = Trainer(**template, callbacks=[])
+        # trainer.max_time is a callback of Lightning's own making; like every limit it holds for each fit.
+        self.callbacks += [c for c in self.trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
         if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")

@@ -8,6 +8,7 @@ import os
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -369,3 +370,13 @@ def test_devices_share_each_batch_exactly(world: int) -> None:
         torch.testing.assert_close(mean, batch.inputs.mean(0), rtol=0, atol=1e-12)
     lone = [next(iter(BatchLoader(examples(1), 4, None, rank, world))) for rank in range(world)]
     assert [part.scale for part in lone] == [float(world), *[0.0] * (world - 1)]
+
+
+def test_max_time_holds_for_every_fit_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("lightning.pytorch.callbacks.timer.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    worker = participant(trainer={"max_time": {"seconds": 3}, "max_epochs": 100})  # a look at the clock is a second
+    data = examples(12)
+    results = [worker.execute(Fit("model", data, start_of()), 1, "a") for _ in range(2)]
+    assert [result.num_steps for result in results] == [3, 3]
+    assert same(outcome(results[0]), plain_fit(data, (1, "a")))  # three steps are an epoch
