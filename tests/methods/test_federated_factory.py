@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from federation.tiny import CPU, examples, federation, numbers, same
+from federation.tiny import task as classifier
+from federation.wire import recorded, replay
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,17 +18,19 @@ from torch import Tensor, nn
 
 from fl_lightning.callbacks.generator_pretraining import GeneratorPretraining
 from fl_lightning.data.bank import Bank, Provenance, quotas
-from fl_lightning.data.examples import TensorExamples
+from fl_lightning.data.examples import Concatenated, TensorExamples
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederationLoop
-from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.participant import Participant, ServerSide
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.state import CheckpointFolder, digest
+from fl_lightning.message import Message
 from fl_lightning.methods import FedAvg, FederatedFactory
 from fl_lightning.methods.base import Fit, Predict
 from fl_lightning.methods.federated_factory import FactoryClient, Training, wanted
 from fl_lightning.models.edm2 import EDM2UNet
 from fl_lightning.synthesis.samplers import sample_seeds
+from fl_lightning.tasks.base import FederatedTask
 from fl_lightning.tasks.diffusion import DiffusionTask
 from fl_lightning.tasks.ensemble import EXPERT, EnsembleTask
 from fl_lightning.tasks.generator import CVAETask, GaussianTask, GeneratorTask
@@ -120,7 +124,7 @@ def test_quotas_sum_and_are_proportional_within_one() -> None:
         for total in (0, 1, 10, 101):
             shares = quotas(counts, total)
             assert sum(shares.values()) == total
-            assert all(abs(shares[k] - total * n / sum(counts.values())) <= len(counts) for k, n in counts.items())
+            assert all(abs(shares[k] - total * n / sum(counts.values())) <= 1 for k, n in counts.items())
     with pytest.raises(ValueError, match="at least one must be above 0"):
         quotas({"a": 0}, 3)
 
@@ -166,8 +170,6 @@ def test_server_mode_uploads_once_and_trains_on_a_balanced_bank(generator: Any) 
 def test_the_bank_is_drawn_again_bit_for_bit_from_the_uploaded_bytes() -> None:
     method = factory()
     loop = run(method)
-    from fl_lightning.federation.participant import ServerSide
-
     assert method.bank is not None
     server = ServerSide(loop.participant, 7)  # in another round, in another order
     offset = len(method.bank)
@@ -184,6 +186,70 @@ def test_a_client_never_reads_anothers_images_and_factories_do_not_depend_on_com
     run(together)
     assert same(alone.factories["0"], together.factories["0"])
     assert set(alone.factories) == {"0"}
+
+
+@pytest.mark.parametrize("mode", ["server", "peer"])
+def test_trainings_see_their_clients_images_alone_and_only_scores_see_the_test_set(mode: Any) -> None:
+    method = factory(mode)
+    loop = federation(method, SIZES, network=linear, data_options={"dtype": torch.float32})
+    whole = loop.data.source.splits
+    clients = {client: loop.data.train(client) for client in loop.info.clients}
+    read: dict[str, list[int]] = {client: [] for client in clients}
+    execute, evaluate, judging = loop.participant.execute, loop.evaluate, [False]
+    fetch, guarded = whole.test.fetch, []
+
+    def watched(request: Any, *owner: Any) -> Any:
+        if isinstance(request, Fit) and owner[1] != "server":
+            parts = request.data.parts[:1] if isinstance(request.data, Concatenated) else [request.data]
+            assert all(part.source is whole.train for part in parts)
+            read[owner[1]] += [int(i) for part in parts for i in part.indices]
+        return execute(request, *owner)
+
+    def only_while_judging(indices: Tensor) -> Tensor:
+        assert judging[0], "a test image was looked at outside of an evaluation"
+        guarded.append(len(indices))
+        return fetch(indices)
+
+    def judge(**options: Any) -> dict[str, float]:
+        judging[0] = True
+        row = evaluate(**options)
+        judging[0] = False
+        return row
+
+    loop.participant.execute, loop.evaluate = watched, judge  # type: ignore[method-assign]
+    whole.test.fetch = only_while_judging
+    loop.fit()
+    assert guarded
+    for client, data in clients.items():  # all of its own (as an expert once more), nothing of another's
+        assert sorted(set(read[client])) == sorted(data.indices.tolist())
+        assert len(read[client]) == len(data) * (1 if mode == "server" else 2)
+    together = [int(i) for data in clients.values() for i in data.indices]
+    assert sorted(together) == list(range(len(whole.train)))
+
+
+def build_linear() -> FederatedTask:
+    return classifier(linear, still)
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_a_client_needs_its_message_and_its_data_only_and_every_byte_is_counted() -> None:
+    method = factory("peer", GaussianTask(optimizer=still))
+    loop = federation(method, SIZES, network=linear, optimizer=still, data_options={"dtype": torch.float32})
+    with recorded(loop, build_linear, CPU) as parts:
+        loop.fit()
+    replay(parts)
+    for round in (1, 2, 3):
+        replies = [Message.from_bytes(part.reply) for part in parts if part.client.round == round]
+        assert [reply.sender for reply in replies] == ["0", "1", "2"]
+        assert loop.history[round]["comm/bytes_up"] == sum(len(p.reply) for p in parts if p.client.round == round)
+        assert loop.history[round]["comm/bytes_down"] == sum(len(p.message) for p in parts if p.client.round == round)
+        # Factories cross once, in round 1, one for each class of a client; nobody sends one again.
+        sent = {r.sender: {name.split("/")[0] for name in r.tensors.get("factories", {})} for r in replies}
+        expected = {c: {str(k) for k in own} if round == 1 else set() for c, own in method.held.items()}
+        assert sent == expected
 
 
 def test_small_classes_get_no_factory() -> None:
@@ -268,8 +334,6 @@ def test_peers_draw_what_they_lack_and_vote() -> None:
 
 
 def test_an_ensemble_is_permutation_invariant_and_of_one_is_the_model() -> None:
-    from federation.tiny import task as classifier
-
     member = classifier()
     from federation.tiny import data as module
 
@@ -310,6 +374,7 @@ def forget(loop: FederationLoop, key: str, folder: Path) -> FederationLoop:
 def test_forgetting_is_never_having_joined(mode: Any, key: str, tmp_path: Path) -> None:
     loop = run(factory(mode), tmp_path / "a")
     before = {client: digest(own) for client, own in loop.method.factories.items()}  # type: ignore[attr-defined]
+    drawn = loop.method.bank  # type: ignore[attr-defined]
     forget(loop, key, tmp_path / "a")
     never = run(factory(mode, without=[key]), tmp_path / "b")
     assert same(loop.method.state_dict(), never.method.state_dict())
@@ -322,8 +387,12 @@ def test_forgetting_is_never_having_joined(mode: Any, key: str, tmp_path: Path) 
         assert "1" not in method.factories
         assert before["0"] == digest(method.factories["0"])
         assert "1" not in {p.client for p in (method.bank.provenance if method.bank else ())}
+        with pytest.raises(KeyError):
+            method.draw(ServerSide(loop.participant, 9), 0, "1", 1)
     elif method.bank is not None:
-        assert 2 not in method.bank.labels
+        assert method.bank.labels.unique().tolist() == [0, 1]
+        assert torch.equal(method.bank.inputs, drawn.inputs[drawn.labels != 2])  # the other classes' images
+        assert method.bank.provenance == tuple(origin for origin in drawn.provenance if origin.label != 2)
     with pytest.raises(ValueError, match="has been forgotten already"):
         method.unlearn(key)
 
