@@ -1,4 +1,4 @@
-"""The command line: ``fit``, ``validate``, ``test``, ``predict``, ``partition``, ``compare`` and ``flatness``."""
+"""The command line: ``fit``, ``validate``, ``test``, ``predict``, ``partition``, ``compare``, ``flatness`` and more."""
 
 from __future__ import annotations
 
@@ -63,17 +63,10 @@ _NOT_MEANING = {
 }
 
 
-# Files of a run's folder that may show or hold what was trained, and that are written again or left out after unlearning.
-_DELETED_BY_UNLEARN = (
-    "events.out.tfevents.*",
-    "hparams.yaml",
-    "summary.json",
-    "samples*.png",
-    "confusion.png",
-    "flatness*.png",
-    "flatness*.json",
-    "*.writing",
-)
+# Files of a run's folder about its trained model: another one makes them again, or leaves them out.
+_OF_THE_MODEL = ("summary.json", "samples*.png", "confusion.png", "flatness*.png", "flatness*.json", "*.writing")
+# What else may show or hold what was trained.
+_DELETED_BY_UNLEARN = ("events.out.tfevents.*", "hparams.yaml", "pictures")
 
 
 class Verbs(Trainer):
@@ -151,6 +144,22 @@ class Verbs(Trainer):
             verify: Train a federation that the key never joined, and compare hashes of the states.
         """
 
+    def enrol(
+        self,
+        ckpt_path: str | None = None,
+        client: str | None = None,
+        class_name: str | None = None,
+        verify: bool = False,
+    ) -> None:
+        """Let a client or a class join a run that left it out: train what it lacks, and again what depends on it.
+
+        Args:
+            ckpt_path: A round checkpoint, a run's folder, or "last".
+            client: The key of the client.
+            class_name: The name of the class, in place of a client.
+            verify: Train a federation in which the key took part from the start, and compare hashes of the states.
+        """
+
 
 class FederatedCLI(LightningCLI):
     """One run of the command line, from a configuration to its end.
@@ -167,7 +176,7 @@ class FederatedCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         return {
             name: set()
-            for name in ("fit", "validate", "test", "predict", "partition", "compare", "flatness", "unlearn")
+            for name in ("fit", "validate", "test", "predict", "partition", "compare", "flatness", "unlearn", "enrol")
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -337,34 +346,92 @@ class FederatedCLI(LightningCLI):
         verify: bool = False,
     ) -> None:
         with usage_errors():
-            if (client is None) == (class_name is None):
-                raise ValueError("unlearn takes one of --client and --class_name")
             if approximate and verify:
                 raise ValueError("an approximate unlearning leaves traces, so there is nothing to verify")
-            key = client if client is not None else f"class:{class_name}"
-            path = self.checkpoint(ckpt_path).resolve()
-            folder = self.run_folder = path.parent.parent
-            state, facts = read_checkpoint(path)
-            if path.parent.name != "checkpoints" or not (folder / "config.yaml").is_file():
-                raise ValueError(f"{path} lies in no run's folder, and unlearn changes and deletes files there")
-            if facts["config_hash"] != self.config_hash():
-                changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
-                raise ValueError(f"{path} belongs to another configuration; differences: {'; '.join(changed)}")
-            self.assemble()
-            self.loop.restore(state)
+            key, path, _ = self._open(ckpt_path, client, class_name)
             if approximate or key not in self.method.without:  # else: finish what was interrupted, or verify it
                 self.loop.rewind(self.method.unlearn(key, approximate))
         if approximate:
             self.loop.history[-1] |= self.loop.evaluate()
+        report = {"forgotten": key, "approximate": approximate}
+        stale = (*_OF_THE_MODEL, *_DELETED_BY_UNLEARN, f"enrolled_{_file_name(key)}.json")
+        report |= self._go_on(path, {}, stale, "never_joined_sha256" if verify else None)
+        write_json(self._run / f"unlearned_{_file_name(key)}.json", report)
+        print(f"forgotten: {key}   run: {self._run}")
+        print(
+            "not touched: what peers, exports outside of the run's folder and backups keep; the record of earlier rounds"
+        )
+        if verify and not report["exact"]:
+            raise SystemExit(fail(f"the state differs from that of a federation without {key}"))
+
+    def enrol(
+        self,
+        ckpt_path: str | None = None,
+        client: str | None = None,
+        class_name: str | None = None,
+        verify: bool = False,
+    ) -> None:
+        with usage_errors():
+            key, path, facts = self._open(ckpt_path, client, class_name)
+            if facts.get("enrolled") != key:  # else: finish what was interrupted, or verify it
+                self.loop.rewind(self.method.enrol(key))
+        stale = (*_OF_THE_MODEL, f"unlearned_{_file_name(key)}.json")
+        report = {"enrolled": key}
+        report |= self._go_on(path, {"enrolled": key}, stale, "from_the_start_sha256" if verify else None)
+        write_json(self._run / f"enrolled_{_file_name(key)}.json", report)
+        print(f"enrolled: {key}   run: {self._run}")
+        if verify and not report["exact"]:
+            raise SystemExit(fail(f"the state differs from that of a federation with {key} from the start"))
+
+    def _open(
+        self, ckpt_path: str | None, client: str | None, class_name: str | None
+    ) -> tuple[str, Path, dict[str, Any]]:
+        """The key that is to go or to come, the checkpoint of the run that this is about, restored, and its facts.
+
+        Raises:
+            ValueError: The run must not be changed in its place.
+        """
+        verb = str(self.subcommand)
+        if (client is None) == (class_name is None):
+            raise ValueError(f"{verb} takes one of --client and --class_name")
+        path = self.checkpoint(ckpt_path)
+        self._run = self.run_folder = path.parent.parent
+        state, facts = read_checkpoint(path)
+        if path.parent.name != "checkpoints" or not (self._run / "config.yaml").is_file():
+            raise ValueError(f"{path} lies in no run's folder, and {verb} changes and deletes files there")
+        if facts["config_hash"] != self.config_hash():
+            changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
+            raise ValueError(f"{path} belongs to another configuration; differences: {'; '.join(changed)}")
+        self.assemble()
+        if (devices := self.loop.participant.trainer.world_size) > 1:
+            raise ValueError(
+                f"{verb} works on one device, and trainer.devices and trainer.num_nodes of this run make {devices}"
+            )
+        self.loop.restore(state)
+        return client if client is not None else f"class:{class_name}", path, facts
+
+    def _go_on(self, path: Path, facts: dict[str, Any], stale: tuple[str, ...], verify: str | None) -> dict[str, Any]:
+        """Put the loop's state in the place of everything that the run had, and run the rounds that are left.
+
+        Args:
+            path: The checkpoint that it came from.
+            facts: What later commands shall find in the checkpoints.
+            stale: Patterns of files in the run's folder that go.
+            verify: What to call the hashes of the same federation, trained from the start; None trains none.
+
+        Returns:
+            Facts for the report.
+        """
+        folder = self._run
         config = yaml.safe_load(self.config_text())
-        config["method"].setdefault("init_args", {})["without"] = list(self.method.without)
+        config["method"].setdefault("init_args", {})["without"] = list(self.method.without) or None
         text = yaml.safe_dump(config, sort_keys=False)
-        facts = {"config": text, "config_hash": config_hash(config)}
+        facts = {**facts, "config": text, "config_hash": config_hash(config)}
         checkpoints = CheckpointFolder(path.parent, keep_last=10**6)
         kept = checkpoints.save(self.loop.round, self.loop.state_dict(), facts)
         # Now nothing else of the run that could hold the key. Torn checkpoints too: they have no manifest, but tensors.
         gone = [p for p in path.parent.iterdir() if p != kept]
-        gone += [p for pattern in _DELETED_BY_UNLEARN for p in folder.glob(pattern)]
+        gone += [p for pattern in stale for p in folder.glob(pattern)]
         for old in gone:
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         (folder / "config.yaml").write_text(text)
@@ -373,31 +440,24 @@ class FederatedCLI(LightningCLI):
             self.loop.callbacks.append(ProgressDisplay())
         self.loop.callbacks.insert(0, Recorder(folder, self.loggers(folder)))
         self.loop.fit(folder, kept, facts)
-        report: dict[str, Any] = {"forgotten": key, "approximate": approximate, "round": self.loop.round}
-        report["sha256"] = self._digests()
+        report: dict[str, Any] = {"round": self.loop.round, "sha256": self._digests()}
         if verify:
-            report["never_joined_sha256"] = expected = self._never_joined(folder)._digests()
+            report[verify] = expected = self._from_the_start(folder)._digests()
             report["exact"] = expected == report["sha256"]
             for name, found in report["sha256"].items():
                 print(f"{name:<12} {'equal' if found == expected[name] else 'DIFFERS'}  {found[:16]}")
-        write_json(folder / f"unlearned_{re.sub('[^A-Za-z0-9]+', '_', key)}.json", report)
-        print(f"forgotten: {key}   run: {folder}")
-        print(
-            "not touched: what peers, exports outside of the run's folder and backups keep; the record of earlier rounds"
-        )
-        if verify and not report["exact"]:
-            raise SystemExit(fail(f"the state differs from that of a federation without {key}"))
+        return report
 
     def _digests(self) -> dict[str, str]:
         """SHA-256 of each part of the server's state, and of the clients' memories."""
         parts = {**self.method.state_dict(), "memory": self.loop.memory.state_dict()}
         return {name: digest(value) for name, value in parts.items() if name != "masked"}  # a mask trains nothing
 
-    def _never_joined(self, folder: Path) -> FederatedCLI:
-        """The same federation, trained without the keys that have been forgotten."""
-        with tempfile.TemporaryDirectory() as root:  # the run's configuration says by now who is left out
+    def _from_the_start(self, folder: Path) -> FederatedCLI:
+        """The federation of the run's configuration, which says by now who is left out, trained from the start."""
+        with tempfile.TemporaryDirectory() as root:
             arguments = ["--trainer.default_root_dir", root]
-            print(f"verifying: training a federation without {', '.join(self.method.without)}")
+            print(f"verifying: training a federation without {', '.join(self.method.without) or 'exceptions'}")
             other = run(["fit", "--config", str(folder / "config.yaml"), *arguments, "--trainer.logger", "false"])
         assert isinstance(other, FederatedCLI)
         return other
@@ -462,7 +522,7 @@ class FederatedCLI(LightningCLI):
         """
         with usage_errors():
             if ckpt_path != "last":
-                path = newest(Path(ckpt_path))
+                path = newest(Path(ckpt_path).resolve())  # its run's folder is two above
                 _, facts = read_checkpoint(path)
                 if same_config and facts["config_hash"] != self.config_hash():
                     changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
@@ -484,6 +544,11 @@ class FederatedCLI(LightningCLI):
 def newest(path: Path) -> Path:
     """The path of a round checkpoint, or the last one of a run's folder."""
     return next(reversed(CheckpointFolder(path / "checkpoints").list()), path)
+
+
+def _file_name(key: str) -> str:
+    """A client's or a class's key, as a part of a file's name."""
+    return re.sub("[^A-Za-z0-9]+", "_", key)
 
 
 def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -568,7 +633,7 @@ def _with_config_of_checkpoint(arguments: list[str]) -> list[str]:
     ]
     if not given or any(re.match("(--config|-c)(=|$)", a) for a in arguments):
         return arguments
-    path = Path(given[-1])
+    path = Path(given[-1]).resolve()
     config = next(
         (folder / "config.yaml" for folder in (path, path.parent.parent) if (folder / "config.yaml").is_file()), None
     )

@@ -1,4 +1,4 @@
-"""What training a generator needs beside its loss: averaged weights, normalised weights, a schedule, and an end."""
+"""What training a generator needs beside its loss: averaged weights, normalised weights, a schedule, an end, pictures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from fl_lightning.data.examples import Examples
 from fl_lightning.models.edm2 import normalise_weights
 from fl_lightning.optim.ema import PowerEMA, lr_factor
+from fl_lightning.synthesis.samplers import latents, sample_seeds
+from fl_lightning.tasks.base import Picture
 from fl_lightning.tasks.diffusion import DiffusionTask
 
 # Takes the task, holding its averaged weights, and the number of steps taken.
 Criterion = Callable[[DiffusionTask, int], bool]
-Sink = Callable[[int, Tensor], None]
+# Noise levels at which denoised images are shown, from a breath to more than the data.
+LEVELS = (0.05, 0.2, 0.8, 3.2, 12.8)
 
 
 class GeneratorPretraining(Callback):
@@ -36,10 +40,10 @@ class GeneratorPretraining(Callback):
         normalise: Whether weights are normalised; where no layer is magnitude-preserving it does nothing.
         stop: Asked every ``every`` steps whether to end the fit early (a memorisation criterion), with the averaged weights
             in place. It must not draw from the global generators.
-        sink: Handed (steps, (N, C, H, W) images in [0, 1]) every ``every`` steps.
-        seeds: (N, 1) int64 seeds of the images for ``sink``.
-        labels: (N,) int64 classes of these, where the network is conditional.
         every: Steps between, at least 1.
+        grid: Samples (of each class, where the network is conditional) to draw every ``every`` steps and at the end, from
+            the same latents each time, and training images to show at the end, as they are and denoised from five levels
+            of noise; 0 draws nothing. They go into ``task.pictures``. The weights do not notice.
     """
 
     def __init__(
@@ -50,10 +54,8 @@ class GeneratorPretraining(Callback):
         reference_batches: float | None = 35_000,
         normalise: bool = True,
         stop: Criterion | None = None,
-        sink: Sink | None = None,
-        seeds: Tensor | None = None,
-        labels: Tensor | None = None,
         every: int = 100,
+        grid: int = 0,
     ) -> None:
         for name, value in (("ramp_images", ramp_images), ("ramp_steps", ramp_steps or 0)):
             if value < 0:
@@ -62,11 +64,11 @@ class GeneratorPretraining(Callback):
             raise ValueError(f"reference_batches is {reference_batches}; it must be above 0")
         if every < 1:
             raise ValueError(f"every is {every}; it must be at least 1")
-        if (sink is None) != (seeds is None):
-            raise ValueError(f"seeds is {seeds} and sink is {sink}; both or neither must be given")
+        if grid < 0:
+            raise ValueError(f"grid is {grid}; it must be at least 0")
         self.ema_std, self.normalise = ema_std, normalise
         self.ramp_images, self.ramp_steps, self.reference_batches = ramp_images, ramp_steps, reference_batches
-        self.stop, self.sink, self.seeds, self.labels, self.every = stop, sink, seeds, labels, every
+        self.stop, self.every, self.grid = stop, every, grid
         self.ema: PowerEMA | None = None
         self.seen = 0  # images
         self.stopped_at: int | None = None  # the step at which ``stop`` ended the fit
@@ -110,16 +112,43 @@ class GeneratorPretraining(Callback):
             normalise_weights(task)
         if self.ema is not None:
             self.ema.update(self._weights, self.seen, step)
-        if self._step % self.every == 0 and (self.sink or self.stop):
+        if self._step % self.every == 0 and (self.grid or self.stop):
             with torch.no_grad(), self._averaged(task):
-                if self.sink is not None and self.seeds is not None:
-                    self.sink(self._step, task.sample(self.seeds, self.labels).cpu())
+                if self.grid:
+                    self._draw_samples(task, _examples(trainer))
                 if self.stop is not None and self.stop(task, self._step):
                     self.stopped_at, trainer.should_stop = self._step, True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        task = _diffusion(pl_module)
         if self.ema is not None and self.seen:
-            _diffusion(pl_module).load(self.ema.values)
+            task.load(self.ema.values)
+        if self.grid and self.seen:
+            with torch.no_grad(), self._averaged(task):
+                if self._step % self.every:
+                    self._draw_samples(task, _examples(trainer))
+                self._draw_denoised(task, _examples(trainer))
+
+    def _draw_samples(self, task: DiffusionTask, examples: Examples) -> None:
+        """A row of samples; of every class that there is, where the network is conditional."""
+        classes = examples.labels.unique().tolist() if task.conditional else [0]
+        seeds = [sample_seeds(task.request_seed, "grid", label, range(self.grid)) for label in classes]
+        rows = torch.arange(len(classes)).repeat_interleave(self.grid)
+        images = task.sample(torch.cat(seeds), torch.tensor(classes)[rows])
+        names = tuple(f"class {label}" for label in classes) if task.conditional else ("samples",)
+        task.pictures.append(Picture("samples", self._step, _grey_levels(images), rows, names))
+
+    def _draw_denoised(self, task: DiffusionTask, examples: Examples) -> None:
+        """Training images x, and D(x + sigma n; sigma) below them, a row for each noise level."""
+        chosen = torch.linspace(0, len(examples) - 1, min(self.grid, len(examples))).long()
+        x = (examples.fetch(chosen) * 2 - 1).to(task.device)
+        noise = latents(sample_seeds(task.request_seed, "denoised", 0, range(len(x))), x.shape[1:]).to(x)
+        labels = examples.labels[chosen].to(task.device) if task.conditional else None
+        shown = [x, *(task(x + sigma * noise, torch.tensor(sigma), labels) for sigma in LEVELS)]
+        names = ("image", *(f"sigma {sigma}" for sigma in LEVELS))
+        rows = torch.arange(len(shown)).repeat_interleave(len(x))
+        images = _grey_levels((torch.cat(shown) + 1) / 2)
+        task.pictures.append(Picture("denoised", self._step, images, rows, names))
 
     @contextmanager
     def _averaged(self, task: DiffusionTask) -> Iterator[None]:
@@ -133,6 +162,14 @@ class GeneratorPretraining(Callback):
         finally:
             task.load(own)
             task.train()
+
+
+def _examples(trainer: Trainer) -> Examples:
+    return trainer.train_dataloader.examples  # type: ignore[union-attr]  # the participant's BatchLoader
+
+
+def _grey_levels(images: Tensor) -> Tensor:
+    return (images.nan_to_num() * 255).round().clamp(0, 255).to("cpu", torch.uint8)
 
 
 def _diffusion(module: LightningModule) -> DiffusionTask:

@@ -3,8 +3,10 @@ watch (and change) one local fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
+
+from fl_lightning.tasks.base import Picture
 
 if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederationLoop
@@ -28,6 +30,9 @@ class FederationCallback:
         numbers, and the federation must go on as if nothing had been measured: own what is drawn, put back what is changed.
         """
         return {}
+
+    def on_pictures(self, loop: FederationLoop, pictures: Mapping[str, Sequence[Picture]]) -> None:
+        """What the fits of some clients have drawn in the round that is just over, by client; before its row is kept."""
 
     def on_round_end(self, loop: FederationLoop, row: Row) -> None:
         """A round (0: before the first) is over and stands in ``loop.history``; its scores, where it was evaluated."""

@@ -28,6 +28,7 @@ class GenerationMeter(FederationCallback):
     Columns ``generation/…``: ``nn_ratio``, ``copy_rate`` (`fl_lightning.metrics.generation.memorisation`: distances to the
     training images of all clients, with the test images as the yardstick), ``KID(classifier)`` and ``FD(classifier)`` on the
     last hidden features of a classifier that is trained for this on all real training images, and that nobody else sees.
+    Images of clients and classes that the method does ``without`` are not looked at.
 
     Args:
         per_class: Synthetic images of a class that are looked at, at least 2.
@@ -58,8 +59,8 @@ class GenerationMeter(FederationCallback):
         names = loop.info.class_names
         pairs = {
             "generated": _some(made, self.per_class, len(names), loop.seed),
-            "train": _whole(Concatenated([loop.data.train(client) for client in loop.info.clients])),
-            "held_out": _whole(loop.data.test_sets()["global"]),
+            "train": _whole(_real(loop)),
+            "held_out": _whole(loop.data.test_sets()["global"].of_classes(_classes(loop))),
         }
         row = measures.memorisation(pairs["generated"], pairs["train"], pairs["held_out"], names)
         if self.feature_epochs:
@@ -77,8 +78,7 @@ class GenerationMeter(FederationCallback):
 
     def _train(self, loop: FederationLoop) -> None:
         """Leave the model with the weights of a classifier of real images."""
-        real = Concatenated([loop.data.train(client) for client in loop.info.clients])
-        fit = Fit("model", real, self.initial, overrides={"max_epochs": self.feature_epochs}, key=("features",))
+        fit = Fit("model", _real(loop), self.initial, overrides={"max_epochs": self.feature_epochs}, key=("features",))
         loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
         loop.model.load(result.buffers)
 
@@ -116,6 +116,17 @@ class _LastHidden(nn.Module):
     def width(self, image: Tensor) -> int:
         """Number of features."""
         return measures.features(self, image).shape[1]
+
+
+def _classes(loop: FederationLoop) -> list[int]:
+    """Labels of the classes that take part."""
+    return [c for c, name in enumerate(loop.info.class_names) if f"class:{name}" not in loop.method.without]
+
+
+def _real(loop: FederationLoop) -> Examples:
+    """Training images of the clients and classes that take part."""
+    clients = [client for client in loop.info.clients if client not in loop.method.without]
+    return Concatenated([loop.data.train(client).of_classes(_classes(loop)) for client in clients])
 
 
 def _whole(examples: Examples) -> tuple[Tensor, Tensor]:

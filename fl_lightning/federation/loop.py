@@ -226,6 +226,8 @@ class FederationLoop:
             numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
         self.participant.flops = None
         self.round = round
+        if total.pictures:
+            self._call("on_pictures", total.pictures)
         row = {f"client/{name}": value for name, value in total.metrics.items()} | numbers
         row |= {
             "round/clients": float(len(cohort)),

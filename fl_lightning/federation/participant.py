@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 
 from fl_lightning.data.augmentation import augment, draw
@@ -18,7 +19,7 @@ from fl_lightning.federation import lean
 from fl_lightning.federation.flops import FlopCount
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
-from fl_lightning.rng import owned_global_rng, torch_generator
+from fl_lightning.rng import derive_seed, owned_global_rng, torch_generator
 from fl_lightning.rules.base import compose
 from fl_lightning.tasks.base import Batch, FederatedTask
 
@@ -114,6 +115,8 @@ class Participant:
         template = {**trainer, **SILENT}
         self.callbacks: list[Callback] = list(template.pop("callbacks", None) or [])
         self.trainer = Trainer(**template, callbacks=[])
+        # trainer.max_time is a callback of Lightning's own making; like every limit it holds for each fit.
+        self.callbacks += [c for c in self.trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
         if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
@@ -147,11 +150,13 @@ class Participant:
         if request.start is not None:
             task.load(request.start)
         task.given = request.given
+        task.request_seed = derive_seed(self.seed, *owner, *request.key)
         with owned_global_rng(self.seed, *owner, *request.key):
             try:
                 return self._fit(task, request, owner) if isinstance(request, Fit) else self._predict(task, request)
             finally:
                 task.given, task.rule, task.criterion, task.learning_rate, task.lr_scale = {}, None, None, None, 1.0
+                task.pictures = []
                 task._trainer = None  # else the module keeps the optimizer, its state and the loaders alive
 
     def _task(self, name: str) -> FederatedTask:
@@ -209,6 +214,7 @@ class Participant:
             metrics=task.fit_metrics(),
             num_gradients=task.num_gradients,
             outcome=outcome,
+            pictures=tuple(task.pictures),
         )
 
     def _lean(self, task: FederatedTask, callbacks: Sequence[Callback]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from fl_lightning.data.partition import plot_counts
 from fl_lightning.federation.callbacks import FederationCallback, Row
+from fl_lightning.tasks.base import Picture
 
 if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederationLoop
@@ -22,7 +24,7 @@ class Recorder(FederationCallback):
 
     Args:
         folder: The run's folder; exists.
-        loggers: Lightning loggers that get every round's row; a TensorBoard logger gets figures too.
+        loggers: Lightning loggers that get every round's row; a TensorBoard logger gets figures and pictures too.
     """
 
     def __init__(self, folder: Path, loggers: Sequence[Logger] = ()) -> None:
@@ -50,6 +52,19 @@ class Recorder(FederationCallback):
                 logger.log_metrics(values, step=int(row["round"]))
                 logger.save()
 
+    def on_pictures(self, loop: FederationLoop, pictures: Mapping[str, Sequence[Picture]]) -> None:
+        if not loop.is_main:
+            return
+        from fl_lightning.report.generation_figures import samples_figure
+
+        for client, drawn in pictures.items():
+            for picture in drawn:
+                name = f"pictures/client_{_plain(client)}/{_plain(picture.name)}"
+                figure = samples_figure(
+                    picture.images / 255, picture.rows, picture.row_names, per_class=len(picture.images)
+                )
+                self._figure(name, figure, picture.step, f"{name}_{picture.step:07d}.png")
+
     def on_end(self, loop: FederationLoop) -> None:
         evaluations = loop.method.evaluations()
         if evaluations:
@@ -74,11 +89,18 @@ class Recorder(FederationCallback):
             writer.writerows(_formatted(row) for row in history)
         beside.rename(self.folder / "metrics.csv")
 
-    def _figure(self, name: str, figure: Any, step: int) -> None:
-        figure.savefig(self.folder / f"{name}.png", dpi=120, bbox_inches="tight")
+    def _figure(self, name: str, figure: Any, step: int, file: str | None = None) -> None:
+        path = self.folder / (file or f"{name}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, bbox_inches="tight")
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure(name, figure, step)
+
+
+def _plain(name: str) -> str:
+    """A name that is good for a file."""
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def _formatted(row: Row) -> dict[str, Any]:

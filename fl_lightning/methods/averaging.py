@@ -62,11 +62,9 @@ class AveragingClient(ClientProgram):
             overrides={"lr_scale": message.scalars["lr_scale"]},
         )
         update = difference(result.params, message.tensors["model"])
-        groups = {
-            "model": self.sent(client, message, result, update),
-            **self.upload(client, message, result, update),
-        }
-        memory = {**self.remember(client, message, result, update)}
+        uploaded = self.upload(client, message, result, update)
+        memory = {**self.remember(client, message, result, update, uploaded)}
+        groups = {"model": self.sent(update, memory), **uploaded}
         if self.buffers == "average":
             groups["buffers"] = difference(result.buffers, message.tensors["buffers"])
         elif self.buffers == "local":
@@ -78,17 +76,17 @@ class AveragingClient(ClientProgram):
             metrics={**result.metrics, "update_square": square_norm(groups["model"])},
         )
 
-    def sent(self, client: Client, message: Message, result: Result, update: Tensors) -> Tensors:
-        """What goes into the mean: how the model has changed."""
-        return update
-
     def upload(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
         """Groups that the reply holds beside the update."""
         return {}
 
-    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
-        """The client's new memory, whole (buffers aside); {} where a method needs none."""
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors, uploaded: Groups) -> Groups:
+        """The client's new memory, whole (buffers aside), given what it uploads; {} where a method needs none."""
         return {}
+
+    def sent(self, update: Tensors, memory: Groups) -> Tensors:
+        """What goes into the mean: how the model has changed. ``memory`` is the new one."""
+        return update
 
     def scalars(self, result: Result) -> dict[str, float]:
         """Numbers that the reply holds."""

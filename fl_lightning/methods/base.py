@@ -22,7 +22,7 @@ from fl_lightning.callbacks.cosine_rate import CosineRate
 from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.message import Group, Groups, Message, Tensors
 from fl_lightning.rules.base import LocalRule
-from fl_lightning.tasks.base import FederatedTask
+from fl_lightning.tasks.base import FederatedTask, Picture
 
 SERVER = "server"
 UNLIMITED = 10**9  # epochs, where the budget is one of steps
@@ -88,6 +88,7 @@ class Result:
         metrics: Means over the fit.
         num_gradients: Backward passes taken.
         outcome: Groups of tensors that the rules hand back; see `LocalRule.outcome`.
+        pictures: What callbacks have drawn.
     """
 
     params: dict[str, Tensor] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_gradients: int = 0
     outcome: Groups = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,13 @@ class Reply:
         message: What crosses the wire.
         memory: The client's new memory by group; None keeps the old one.
         metrics: Numbers for the round's record; they do not cross the wire in a deployment and are not counted.
+        pictures: Likewise pictures; they may show the client's own images.
     """
 
     message: Message
     memory: Groups | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,10 +192,11 @@ class Client:
         scalars: Mapping[str, float] | None = None,
         memory: Groups | None = None,
         metrics: Mapping[str, float] | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> Reply:
         """Answer with groups of tensors; ``memory`` replaces the client's memory once the reply is accepted."""
         message = Message(self.round, self.key, groups, scalars or {}, self.num_examples)
-        return Reply(message, memory, metrics or {})
+        return Reply(message, memory, metrics or {}, tuple(pictures))
 
 
 class ClientProgram(ABC):
@@ -313,6 +318,25 @@ class Method(ABC):
         """
         raise ValueError(f"{type(self).__name__} cannot unlearn: its model mixes what all clients sent")
 
+    def enrol(self, key: str) -> int:
+        """Let a client (its key) or a class ("class:" and its name) of ``without`` take part after all.
+
+        Rounds that are run again must ask nobody for what the state holds already, and lead to the state of a federation in
+        which the key took part from the beginning, to the last bit.
+
+        Args:
+            key: Who or what is to take part.
+
+        Returns:
+            The round to go on after: later ones are run again.
+
+        Raises:
+            ValueError: The method cannot, the key is unknown, or it takes part already.
+        """
+        raise ValueError(
+            f"{type(self).__name__} cannot enrol: whoever joins late has missed rounds that others built on"
+        )
+
     def synthetic(self) -> Examples | None:
         """Images that the server has synthesised, if it does that and has by now. For meters."""
         return None
@@ -337,6 +361,17 @@ def judge_personal(client: Client, start: Tensors) -> Steps:
     held_out = yield Predict("model", client.val, start)
     everywhere = yield Predict("model", client.shared_test, start)
     return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
+
+
+def at_least_0(**values: float) -> None:
+    """Refuse arguments below 0 (or none that is a number) by name.
+
+    Raises:
+        ValueError: One is.
+    """
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
 
 
 def clone(tensors: Tensors) -> dict[str, Tensor]:

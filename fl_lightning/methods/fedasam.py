@@ -10,7 +10,7 @@ from typing import Any
 
 from fl_lightning.message import Message
 from fl_lightning.methods.averaging import AveragingClient, FedAvg
-from fl_lightning.methods.base import Client, ClientProgram
+from fl_lightning.methods.base import Client, ClientProgram, at_least_0
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.sharpness import ASAM
 
@@ -37,9 +37,7 @@ class FedASAM(FedAvg):
 
     def __init__(self, rho: float = 0.7, eta: float = 0.2, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, value in {"rho": rho, "eta": eta}.items():
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        at_least_0(rho=rho, eta=eta)
         self.rho, self.eta = rho, eta
 
     def client(self) -> ClientProgram:

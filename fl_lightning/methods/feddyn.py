@@ -27,7 +27,7 @@ class FedDynClient(AveragingClient):
     def rules(self, client: Client, message: Message) -> tuple[LocalRule, ...]:
         return Correction((("memory/dual", -1.0),)), Proximal(self.alpha)
 
-    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors, uploaded: Groups) -> Groups:
         own = client.memory.get("dual")
         moved = {name: -self.alpha * value for name, value in update.items()}
         return {"dual": moved if own is None else {name: own[name] + value for name, value in moved.items()}}

@@ -3,13 +3,14 @@
 Server mode: factories go up, the server draws as many images of every class and trains the classifier on them alone. Peer
 mode: every client receives the others' factories, draws the classes that it lacks, trains an expert on real and drawn
 images, and the experts vote as a product. Forgetting a client, or a class, is deleting its factories and doing again what
-came after: no draw of one key depends on another's, so the result is that of a federation in which it never took part.
+came after: no draw of one key depends on another's, so the result is that of a federation in which it never took part. A
+late client, or class, is the reverse: its factories are trained, the others' stay, and what comes after is done again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ from fl_lightning.methods.base import (
     judge_personal,
 )
 from fl_lightning.synthesis.samplers import sample_seeds
-from fl_lightning.tasks.base import FederatedTask
+from fl_lightning.tasks.base import FederatedTask, Picture
 from fl_lightning.tasks.ensemble import EXPERT, EnsembleTask
 from fl_lightning.tasks.generator import GeneratorTask
 
@@ -59,7 +60,7 @@ class FactoryClient(ClientProgram):
         return {"model": model, "generator": self.generator}
 
     def update(self, client: Client, message: Message) -> Steps:
-        kept = message.tensors["kept"]["classes"]  # classes that nobody has withdrawn
+        kept = message.tensors["kept"]["classes"]  # that are asked for: none that was withdrawn
         real = client.train.of_classes(kept.tolist())
         if client.round == COLLECT:
             return self._collect(client, real)
@@ -74,6 +75,7 @@ class FactoryClient(ClientProgram):
         if self.generator.conditional and labels:
             parts = {ALL: real.of_classes(labels)}
         factories: dict[str, Tensor] = {}
+        pictures: list[Picture] = []
         loss = 0.0
         for label, part in parts.items():
             start = self.generator.fresh(client.seed, client.key, label, "factory")
@@ -81,8 +83,11 @@ class FactoryClient(ClientProgram):
             shipped = self.generator.shipped({**result.params, **result.buffers})
             factories |= {f"{label}/{name}": value for name, value in shipped.items()}
             loss += result.metrics["loss"] / len(parts)
+            name = "factory" if label == ALL else f"factory_{label}"
+            pictures += [replace(picture, name=f"{name}_{picture.name}") for picture in result.pictures]
         held = {"labels": torch.tensor(labels, dtype=torch.int64), "counts": counts[labels]}
-        return client.reply({"factories": factories, "held": held}, metrics={"factory_loss": loss})
+        groups = {"factories": factories, "held": held}
+        return client.reply(groups, metrics={"factory_loss": loss}, pictures=pictures)
 
     def _expert(self, client: Client, message: Message, real: Examples) -> Steps:
         """Section "decentralized mode": own classes are real, the others are drawn; each peer draws images of its own."""
@@ -221,6 +226,7 @@ class FederatedFactory(Method):
         self.experts: dict[str, Tensors] = {}
         self.shares: dict[str, Tensor] = {}
         self.masked: list[int] = []
+        self.newcomer: str | None = None  # the key whose factories alone are still to be collected
 
     def _check(self, key: str) -> None:
         name = key.removeprefix("class:")
@@ -228,6 +234,12 @@ class FederatedFactory(Method):
         if name not in allowed:
             kind = "class" if key.startswith("class:") else "client"
             raise ValueError(f"without names {kind} {name!r}; allowed: {', '.join(allowed)}")
+
+    def _label(self, key: str | None) -> int | None:
+        """Of a class's key; None for a client's."""
+        if key is None or not key.startswith("class:"):
+            return None
+        return self.info.class_names.index(key.removeprefix("class:"))
 
     def tasks(self, model: FederatedTask) -> dict[str, FederatedTask]:
         return {"ensemble": EnsembleTask(model, normalize=self.normalize)}
@@ -251,7 +263,8 @@ class FederatedFactory(Method):
 
     def cohort(self, round: int, sampled: tuple[str, ...]) -> tuple[str, ...]:
         if round == COLLECT:
-            return tuple(client for client in sampled if client not in self.without)
+            late = self.newcomer if self._label(self.newcomer) is None else None  # all have what a late class lacks
+            return tuple(client for client in sampled if client not in self.without and late in (None, client))
         # Later rounds are of those who sent a factory, whomever the sampler draws.
         return () if self.mode == "server" else tuple(client for client in self.info.clients if self.held.get(client))
 
@@ -259,7 +272,8 @@ class FederatedFactory(Method):
         return Message(round, SERVER, self._groups(round), {"num_classes": float(self.info.num_classes)})
 
     def _groups(self, round: int) -> dict[str, Tensors]:
-        groups: dict[str, Tensors] = {"kept": {"classes": torch.tensor(self.kept)}}
+        late = self._label(self.newcomer)
+        groups: dict[str, Tensors] = {"kept": {"classes": torch.tensor(self.kept if late is None else [late])}}
         if round == USE and self.mode == "peer":
             groups["model"] = self.initial
             for client in sorted(self.factories):
@@ -305,15 +319,22 @@ class FederatedFactory(Method):
         return {}
 
     def _register(self, total: Reduced) -> Mapping[str, float]:
-        self.factories, self.held = {}, {}
+        late = self.newcomer is not None
+        factories, counts = (self.factories, self.held) if late else ({}, {})
         for client, tensors in total.groups.get("factories", {}).items():
             held = total.groups["held"][client]
-            self.held[client] = dict(zip(held["labels"].tolist(), held["counts"].tolist(), strict=True))
+            found = dict(zip(held["labels"].tolist(), held["counts"].tolist(), strict=True))
+            counts[client] = {**counts.get(client, {}), **found}
             own: dict[int, dict[str, Tensor]] = {}
             for name, value in tensors.items():
                 label, _, parameter = name.partition("/")
                 own.setdefault(int(label), {})[parameter] = value
-            self.factories[client] = dict(own)
+            factories[client] = {**factories.get(client, {}), **own}
+        # In an order of their own, so that it does not matter who came late.
+        clients = [client for client in self.info.clients if client in factories]
+        self.factories = {client: dict(sorted(factories[client].items())) for client in clients}
+        self.held = {client: dict(sorted(counts[client].items())) for client in clients}
+        self.newcomer = None
         if not any(self.factories.values()):
             raise ValueError("no client sent a factory; every class was withdrawn or is smaller than min_examples")
         return {"server/factories": float(sum(map(len, self.factories.values())))}
@@ -346,7 +367,7 @@ class FederatedFactory(Method):
         self.model = {**result.params, **result.buffers}
         return {"server/bank": float(len(self.bank)), "server/classifier_loss": result.metrics["loss"]}
 
-    # ---- forgetting
+    # ---- forgetting and coming late
 
     def unlearn(self, key: str, approximate: bool = False) -> int:
         """Delete what a key left; see `Method.unlearn`.
@@ -362,19 +383,43 @@ class FederatedFactory(Method):
                 raise ValueError(f"only a class can be masked, and {key!r} is a client")
             self.masked.append(self.info.class_names.index(key.removeprefix("class:")))
             return self.rounds
-        if key.startswith("class:") and any(ALL in own for own in self.factories.values()):
-            raise ValueError(
-                "a conditional generator draws all classes of a client: one class cannot be deleted from it"
-            )
-        label = self.info.class_names.index(key.removeprefix("class:")) if key.startswith("class:") else None
+        label = self._label(key)
+        self._refuse_shared(label, "deleted from it")
         owners = [client for client in self.factories if client != key]
         factories = {c: {k: v for k, v in self.factories[c].items() if k != label} for c in owners}
         held = {c: {k: v for k, v in self.held[c].items() if k != label} for c in owners}
         if not any(factories.values()):
             raise ValueError(f"without {key!r} no factory would be left to train on")
         self.without, self.factories, self.held = [*self.without, key], factories, held
-        self.bank, self.model, self.experts, self.shares = None, self.initial, {}, {}
+        self.newcomer = None if self.newcomer == key else self.newcomer
+        self._drop_what_depends()
         return COLLECT
+
+    def enrol(self, key: str) -> int:
+        """Collect the factories that a key lacks; see `Method.enrol`.
+
+        A client: it trains all of its factories. A class: every client trains the one of that class.
+        """
+        self._check(key)
+        if key not in self.without:
+            raise ValueError(f"{key!r} takes part already; left out are: {', '.join(self.without) or 'none'}")
+        if self.newcomer is not None:
+            raise ValueError(f"{self.newcomer!r} is not done with coming in; enrol it again, to finish that first")
+        label = self._label(key)
+        self._refuse_shared(label, "added to it")
+        self.without = [other for other in self.without if other != key]
+        self.masked = [other for other in self.masked if other != label]
+        self.newcomer = key if self.factories else None  # where nobody has sent any, all are still to be collected
+        self._drop_what_depends()
+        return COLLECT - 1
+
+    def _refuse_shared(self, label: int | None, what: str) -> None:
+        if label is not None and any(ALL in own for own in self.factories.values()):
+            raise ValueError(f"a conditional generator draws all classes of a client: one class cannot be {what}")
+
+    def _drop_what_depends(self) -> None:
+        """What was made of the factories."""
+        self.bank, self.model, self.experts, self.shares = None, self.initial, {}, {}
 
     # ---- scoring and state
 
@@ -409,6 +454,7 @@ class FederatedFactory(Method):
             "shares": dict(self.shares),
             "without": list(self.without),
             "masked": list(self.masked),
+            "newcomer": self.newcomer,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -417,3 +463,4 @@ class FederatedFactory(Method):
         self.bank = Bank.from_state(state["bank"], self.augmentation) if state["bank"] else None
         self.model, self.experts, self.shares = dict(state["model"]), dict(state["experts"]), dict(state["shares"])
         self.without, self.masked = list(state["without"]), list(state["masked"])
+        self.newcomer = state.get("newcomer")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.message import Message
-from fl_lightning.methods.base import Client, ClientProgram
+from fl_lightning.methods.base import Client, ClientProgram, at_least_0
 from fl_lightning.methods.scaffold import SCAFFOLD, SCAFFOLDClient
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.sharpness import SAM
@@ -33,8 +33,7 @@ class FedGAMMA(SCAFFOLD):
 
     def __init__(self, rho: float = 0.05, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if rho < 0:
-            raise ValueError(f"rho is {rho}; it must be at least 0")
+        at_least_0(rho=rho)
         self.rho = rho
 
     def client(self) -> ClientProgram:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Message, Tensors
-from fl_lightning.methods.base import Client, ClientProgram, Reduced
+from fl_lightning.methods.base import Client, ClientProgram, Reduced, at_least_0
 from fl_lightning.methods.feddyn import FedDyn, FedDynClient
 from fl_lightning.rules.base import LocalRule, over_norm, tree_add_scaled
 from fl_lightning.rules.sharpness import SAM
@@ -58,14 +58,7 @@ class FedGloSS(FedDyn):
         if beta <= 0:
             raise ValueError(f"beta is {beta}; it must be above 0")
         super().__init__(alpha=1 / beta, **kwargs)
-        for name, value in {
-            "rho": rho,
-            "local_rho": local_rho,
-            "warmup_rounds": warmup_rounds,
-            "warmup_start": warmup_start,
-        }.items():
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        at_least_0(rho=rho, local_rho=local_rho, warmup_rounds=warmup_rounds, warmup_start=warmup_start)
         self.rho, self.local_rho = rho, local_rho
         self.warmup_rounds, self.warmup_start = warmup_rounds, warmup_start
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_lightning.message import Groups, Message, Tensors
 from fl_lightning.methods.averaging import AveragingClient, FedAvg
-from fl_lightning.methods.base import Client, ClientProgram, Result
+from fl_lightning.methods.base import Client, ClientProgram, Result, at_least_0
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.sharpness import StalePerturbation
 
@@ -24,7 +24,7 @@ class FedLESAMClient(AveragingClient):
     def rules(self, client: Client, message: Message) -> tuple[LocalRule, ...]:
         return (StalePerturbation(self.rho),)
 
-    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors, uploaded: Groups) -> Groups:
         return {"model": message.tensors["model"]}
 
 
@@ -38,8 +38,7 @@ class FedLESAM(FedAvg):
 
     def __init__(self, rho: float = 0.1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if rho < 0:
-            raise ValueError(f"rho is {rho}; it must be at least 0")
+        at_least_0(rho=rho)
         self.rho = rho
 
     def client(self) -> ClientProgram:

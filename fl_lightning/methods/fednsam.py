@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fl_lightning.message import Message
 from fl_lightning.methods.averaging import AveragingClient
-from fl_lightning.methods.base import Client, ClientProgram
+from fl_lightning.methods.base import Client, ClientProgram, at_least_0
 from fl_lightning.methods.fednesterov import FedNesterov
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.sharpness import SAM, NesterovPerturbation
@@ -50,8 +50,7 @@ class FedNSAM(FedNesterov):
         super().__init__(momentum=momentum, **kwargs)
         if form not in ("paper", "local"):
             raise ValueError(f"form is {form!r}; allowed: 'paper', 'local'")
-        if rho < 0:
-            raise ValueError(f"rho is {rho}; it must be at least 0")
+        at_least_0(rho=rho)
         if form == "paper" and momentum == 0 and rho > 0:
             raise ValueError(
                 f"rho is {rho} and momentum 0; the perturbation is along the momentum, so rho must be 0 too"

@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Group, Groups, Message, Tensors
-from fl_lightning.methods.base import Client, ClientProgram, Reduced, Result
+from fl_lightning.methods.base import Client, ClientProgram, Reduced, Result, at_least_0
 from fl_lightning.methods.feddyn import FedDyn, FedDynClient
 from fl_lightning.rules.base import LocalRule, over_norm, tree_scale
 from fl_lightning.rules.sharpness import DualSAM
@@ -29,16 +29,13 @@ class FedSMOOClient(FedDynClient):
         return (DualSAM(self.rho, own="memory/perturbation_dual"), *super().rules(client, message))
 
     def upload(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
-        return {"perturbation": self._dual(client, result)}
-
-    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
-        memory = super().remember(client, message, result, update)
-        return {**memory, "perturbation_dual": self._dual(client, result)}
-
-    @staticmethod
-    def _dual(client: Client, result: Result) -> Tensors:
         own, change = client.memory.get("perturbation_dual"), result.outcome["dual_change"]
-        return change if own is None else {name: own[name] + value for name, value in change.items()}
+        moved = change if own is None else {name: own[name] + value for name, value in change.items()}
+        return {"perturbation": moved}
+
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors, uploaded: Groups) -> Groups:
+        memory = super().remember(client, message, result, update, uploaded)
+        return {**memory, "perturbation_dual": uploaded["perturbation"]}
 
 
 class FedSMOO(FedDyn):
@@ -52,8 +49,7 @@ class FedSMOO(FedDyn):
 
     def __init__(self, alpha: float = 0.1, rho: float = 0.1, **kwargs: Any) -> None:
         super().__init__(alpha=alpha, **kwargs)
-        if rho < 0:
-            raise ValueError(f"rho is {rho}; it must be at least 0")
+        at_least_0(rho=rho)
         self.rho = rho
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:

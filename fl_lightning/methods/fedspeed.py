@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.message import Groups, Message, Tensors
 from fl_lightning.methods.averaging import AveragingClient, FedAvg
-from fl_lightning.methods.base import Client, ClientProgram, Result
+from fl_lightning.methods.base import Client, ClientProgram, Result, at_least_0
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.correction import Correction
 from fl_lightning.rules.proximal import Proximal
@@ -32,14 +31,13 @@ class FedSpeedClient(AveragingClient):
             Proximal(1 / self.prox),
         )
 
-    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors, uploaded: Groups) -> Groups:
         own = client.memory.get("prox_correction")
         moved = {name: -value / self.prox for name, value in update.items()}
         return {"prox_correction": moved if own is None else {n: own[n] + value for n, value in moved.items()}}
 
-    def sent(self, client: Client, message: Message, result: Result, update: Tensors) -> Mapping[str, Any]:
-        correction = self.remember(client, message, result, update)["prox_correction"]
-        return {name: value - self.prox * correction[name] for name, value in update.items()}
+    def sent(self, update: Tensors, memory: Groups) -> Tensors:
+        return {name: value - self.prox * memory["prox_correction"][name] for name, value in update.items()}
 
 
 class FedSpeed(FedAvg):
@@ -57,8 +55,7 @@ class FedSpeed(FedAvg):
         self, rho: float = 0.1, alpha: float = 1.0, prox: float = 10.0, normalise: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if rho < 0:
-            raise ValueError(f"rho is {rho}; it must be at least 0")
+        at_least_0(rho=rho)
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is {alpha}; it must be in [0, 1]")
         if prox <= 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.message import Message
-from fl_lightning.methods.base import Client, ClientProgram
+from fl_lightning.methods.base import Client, ClientProgram, at_least_0
 from fl_lightning.methods.fedcm import FedCM, FedCMClient
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.sharpness import SAM
@@ -34,8 +34,7 @@ class MoFedSAM(FedCM):
 
     def __init__(self, alpha: float = 0.1, rho: float = 0.1, **kwargs: Any) -> None:
         super().__init__(alpha=alpha, **kwargs)
-        if rho < 0:
-            raise ValueError(f"rho is {rho}; it must be at least 0")
+        at_least_0(rho=rho)
         self.rho = rho
 
     def client(self) -> ClientProgram:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from fl_lightning.aggregation import Sum
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Group, Groups, Message, Tensors
@@ -26,17 +24,13 @@ class SCAFFOLDClient(AveragingClient):
         return (Correction((("control", 1.0), ("memory/control", -1.0))),)
 
     def upload(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
-        return {"control": self._change(message, result, update)}
-
-    def remember(self, client: Client, message: Message, result: Result, update: Tensors) -> Groups:
-        change, own = self._change(message, result, update), client.memory.get("control")
-        return {"control": change if own is None else {name: own[name] + value for name, value in change.items()}}
-
-    @staticmethod
-    def _change(message: Message, result: Result, update: Tensors) -> dict[str, Tensor]:
-        """c_i+ - c_i; K eta is the sum of the learning rates over the steps taken."""
+        # c_i+ - c_i; K eta is the sum of the learning rates over the steps taken.
         shared = message.tensors["control"]
-        return {name: -shared[name] - value / result.lr_sum for name, value in update.items()}
+        return {"control": {name: -shared[name] - value / result.lr_sum for name, value in update.items()}}
+
+    def remember(self, client: Client, message: Message, result: Result, update: Tensors, uploaded: Groups) -> Groups:
+        change, own = uploaded["control"], client.memory.get("control")
+        return {"control": change if own is None else {name: own[name] + value for name, value in change.items()}}
 
 
 class SCAFFOLD(FedAvg):

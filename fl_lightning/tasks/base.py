@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,8 +40,32 @@ class Batch(NamedTuple):
     extras: Mapping[str, Tensor] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class Picture:
+    """Small images in named rows, which a fit leaves for the record; no part of any message.
+
+    Attributes:
+        name: What is shown.
+        step: Optimizer step of the fit.
+        images: (N, C, H, W) uint8 on the CPU, N >= 1; C is 1 or 3.
+        rows: (N,) int64, the row of each image.
+        row_names: A name for every row.
+    """
+
+    name: str
+    step: int
+    images: Tensor
+    rows: Tensor
+    row_names: tuple[str, ...]
+
+
 class FederatedTask(LightningModule):
     """A LightningModule that a participant loads, trains and asks.
+
+    Attributes:
+        request_seed: Of the request's owner, set by the participant: for draws beside the training, which must leave the
+            global generators alone.
+        pictures: What callbacks have drawn in the fit.
 
     Args:
         optimizer: Builds the local optimizer from the trainable parameters. It is an argument of the task, not a section
@@ -62,6 +87,8 @@ class FederatedTask(LightningModule):
         self.lr_sum = 0.0
         self.num_gradients = 0
         self._loss_counted = False
+        self.request_seed = 0
+        self.pictures: list[Picture] = []
 
     def build(self, info: DataInfo, seed: int) -> None:
         """Make the network, once the data are known. Halves that are made from a built task have nothing to do here."""
@@ -123,7 +150,7 @@ class FederatedTask(LightningModule):
 
     def on_fit_start(self) -> None:
         self.loss_sum, self.num_losses, self.lr_sum = torch.zeros((), device=self.device), 0, 0.0
-        self.num_gradients = 0
+        self.num_gradients, self.pictures = 0, []
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._loss_counted = False

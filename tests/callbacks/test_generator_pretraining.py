@@ -1,4 +1,4 @@
-"""What the callback does to a fit: averages, norms, learning rates, broken gradients, early ends, grids."""
+"""What the callback does to a fit: averages, norms, learning rates, broken gradients, early ends, pictures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fl_lightning.federation.participant import Participant
 from fl_lightning.methods.base import Fit, Result
 from fl_lightning.models.edm2 import EDM2UNet, MPConv
 from fl_lightning.optim.ema import lr_factor, power_beta, std_to_exp
-from fl_lightning.rng import torch_generator
-from fl_lightning.synthesis.samplers import sample_seeds
+from fl_lightning.rng import derive_seed, torch_generator
+from fl_lightning.synthesis.samplers import latents, sample_seeds
 from fl_lightning.tasks import ClassificationTask
 from fl_lightning.tasks.diffusion import DiffusionTask
 
@@ -26,12 +26,12 @@ SIZES = (4, 4, 2)
 
 
 def tiny(input_shape: tuple[int, int, int], label_dim: int = 0) -> nn.Module:
-    return EDM2UNet(input_shape, label_dim, width=4, multipliers=(1,))
+    return EDM2UNet(input_shape, label_dim, width=4, multipliers=(1,), dropout=0.1)
 
 
-def made() -> DiffusionTask:
-    task = DiffusionTask(tiny, steps=3)
-    task.build(INFO, 0)
+def made(info: DataInfo = INFO, **options: bool) -> DiffusionTask:
+    task = DiffusionTask(tiny, steps=3, **options)
+    task.build(info, 0)
     return task
 
 
@@ -136,17 +136,57 @@ def test_a_criterion_ends_the_fit_and_sees_averaged_weights() -> None:
     assert same(fitted(GeneratorPretraining(0.1, ramp_images=0), 6).params, result.params)
 
 
-def test_grids_go_to_the_sink_and_change_nothing() -> None:
-    grids: list[tuple[int, Tensor]] = []
-    seeds = sample_seeds(0, "grid", 0, range(3))
-    callback = GeneratorPretraining(
-        0.1, ramp_images=0, sink=lambda step, images: grids.append((step, images)), seeds=seeds, every=3
-    )
-    result = fitted(callback)
-    assert [step for step, _ in grids] == [3, 6]
-    assert grids[0][1].shape == (3, 1, 4, 4)
-    assert not torch.equal(grids[0][1], grids[1][1])
-    assert same(result.params, fitted(GeneratorPretraining(0.1, ramp_images=0)).params)
+def test_samples_are_drawn_through_training_and_change_nothing() -> None:
+    result = fitted(GeneratorPretraining(0.1, ramp_images=0, grid=3, every=3))
+    pictures = result.pictures
+    assert [(p.name, p.step) for p in pictures] == [("samples", 3), ("samples", 6), ("samples", 7), ("denoised", 7)]
+    plain = fitted(GeneratorPretraining(0.1, ramp_images=0))
+    assert plain.pictures == ()
+    assert same(result.params, plain.params)
+    assert (result.lr_sum, result.num_gradients, result.metrics) == (plain.lr_sum, plain.num_gradients, plain.metrics)
+    # They are of the averaged weights, and their seeds are the request's.
+    task = made()
+    task.load({**result.params, **result.buffers})
+    seeds = sample_seeds(derive_seed(0, 1, "a", "fit"), "grid", 0, range(3))
+    expected = (task.sample(seeds) * 255).round()
+    assert torch.equal(pictures[2].images.float(), expected)
+    early = fitted(GeneratorPretraining(0.1, ramp_images=0), 3)
+    task.load({**early.params, **early.buffers})
+    assert torch.equal(pictures[0].images.float(), (task.sample(seeds) * 255).round())
+    # A step that falls on the last is drawn once.
+    assert [p.step for p in fitted(GeneratorPretraining(grid=1, every=7)).pictures] == [7, 7]
+
+
+def test_training_images_are_shown_denoised_from_every_level() -> None:
+    result = fitted(GeneratorPretraining(0.1, ramp_images=0, grid=2))
+    shown = result.pictures[-1]
+    assert shown.row_names == ("image", "sigma 0.05", "sigma 0.2", "sigma 0.8", "sigma 3.2", "sigma 12.8")
+    assert shown.rows.tolist() == [row for row in range(6) for _ in range(2)]
+    x = DATA.inputs[[0, 9]]
+    assert torch.equal(shown.images[:2].float(), (x * 255).round())
+    task = made().eval()
+    task.load({**result.params, **result.buffers})
+    noise = latents(sample_seeds(derive_seed(0, 1, "a", "fit"), "denoised", 0, range(2)), (1, 4, 4))
+    for row, sigma in enumerate((0.05, 0.2, 0.8, 3.2, 12.8), 1):
+        with torch.no_grad():
+            denoised = (task(2 * x - 1 + sigma * noise, torch.tensor(sigma)) + 1) / 2
+        found = shown.images[2 * row : 2 * row + 2].float()
+        assert float((found - denoised.clamp(0, 1) * 255).abs().max()) < 0.51  # grey levels are rounded
+
+
+def test_a_conditional_generator_is_drawn_class_by_class() -> None:
+    task = made(DataInfo(("a", "b", "c"), (1, 4, 4), (0, 1, 2)), conditional=True)
+    data = TensorExamples(DATA.inputs, torch.tensor([0, 2]).repeat(5))
+    worker = Participant({"g": task}, CPU, 4, seed=0)
+    fit = Fit("g", data, task.fresh(0), callbacks=(GeneratorPretraining(ramp_images=0, grid=2),))
+    result = worker.execute(fit, 1, "a")
+    samples, denoised = result.pictures
+    assert (samples.row_names, samples.rows.tolist()) == (("class 0", "class 2"), [0, 0, 1, 1])
+    assert len(denoised.images) == 12
+    task.load({**result.params, **result.buffers})
+    seeds = sample_seeds(derive_seed(0, 1, "a", "fit"), "grid", 2, range(2))
+    assert torch.equal(samples.images[2:].float(), (task.sample(seeds, torch.tensor([2, 2])) * 255).round())
+    assert task.pictures == []
 
 
 def test_accumulated_batches_count_as_one_step() -> None:
@@ -177,7 +217,7 @@ def test_another_task_is_refused() -> None:
         ({"ramp_steps": -1}, "ramp_steps is -1; it must be at least 0"),
         ({"reference_batches": 0}, "reference_batches is 0; it must be above 0"),
         ({"every": 0}, "every is 0; it must be at least 1"),
-        ({"sink": print}, "both or neither"),
+        ({"grid": -1}, "grid is -1; it must be at least 0"),
     ],
 )
 def test_wrong_values_are_refused(options: dict, message: str) -> None:

@@ -27,6 +27,16 @@ def test_configuration_runs_dry(path: Path, tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_study_tunes_on_a_test_set() -> None:
+    found = []
+    for path in sorted((CONFIGS / "compare").glob("*.yaml")):
+        study = yaml.safe_load(path.read_text())
+        grids = [study.get("grid"), *((v or {}).get("grid") for v in study["variants"].values())]
+        found += [grid["metric"] for grid in grids if grid and "metric" in grid]
+    assert found
+    assert all(metric.startswith("val") for metric in found), found
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "paper").glob("*.yaml")), ids=lambda path: path.stem)
 def test_paper_configurations_parse(path: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -1,4 +1,4 @@
-"""``unlearn`` on a run that ``fit`` left."""
+"""``unlearn`` and ``enrol`` on a run that ``fit`` left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.federation.state import read_checkpoint
+from fl_lightning.cli import config_hash
+from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint
 from fl_lightning.report.compare import index_runs
 
 CONFIG = Path(__file__).parents[2] / "configs" / "federated_factory.yaml"
@@ -41,15 +43,18 @@ def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:
     before, _ = read_checkpoint(folder / "checkpoints" / "round_00002")
     (folder / "samples.png").write_bytes(b"a picture of what was drawn")
+    (folder / "pictures" / "client_1").mkdir(parents=True)
+    (folder / "pictures" / "client_1" / "factory_3_samples_0000100.png").write_bytes(b"of its training")
     assert "1" in before["method"]["factories"]
     main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--verify"])
     said = capsys.readouterr().out
     assert "DIFFERS" not in said
-    assert said.count(" equal ") == 8
+    assert said.count(" equal ") == 9
     report = json.loads((folder / "unlearned_1.json").read_text())
     assert report["exact"] is True
     assert report["sha256"] == report["never_joined_sha256"]
     assert not (folder / "samples.png").exists()
+    assert not (folder / "pictures").exists()
     for checkpoint in sorted((folder / "checkpoints").iterdir()):
         state, _ = read_checkpoint(checkpoint)
         assert set(state["method"]["factories"]) == {"0", "2", "3"}
@@ -72,6 +77,73 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     finished, unfinished = index_runs(folder.parent)
     assert not finished
     assert not unfinished
+
+
+def test_whoever_was_forgotten_can_join_again(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    always, before = read_checkpoint(folder / "checkpoints" / "round_00002")
+    main(["unlearn", "--ckpt_path", str(folder), "--client", "1"])
+    (folder / "pictures" / "client_0").mkdir(parents=True)
+    events = set(folder.glob("events.out.tfevents.*"))
+    (folder / "samples.png").write_bytes(b"a picture of what was drawn without the client")
+    main(["enrol", "--ckpt_path", str(folder), "--client", "1", "--verify"])
+    said = capsys.readouterr().out
+    assert "DIFFERS" not in said
+    assert said.count(" equal ") == 9
+    report = json.loads((folder / "enrolled_1.json").read_text())
+    assert report["exact"] is True
+    assert report["sha256"] == report["from_the_start_sha256"]
+    assert not (folder / "unlearned_1.json").exists()
+    assert not (folder / "samples.png").exists()
+    assert (folder / "pictures" / "client_0").is_dir()  # of factories that are as they were
+    assert events <= set(folder.glob("events.out.tfevents.*"))
+    now, facts = read_checkpoint(folder / "checkpoints" / "round_00002")
+    assert digest(now["method"]) == digest(always["method"])
+    with open(folder / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["round/clients"] or 0) for row in rows] == [0, 1, 0]  # the newcomer alone
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["method"]["init_args"]["without"] is None
+    assert facts["config_hash"] == before["config_hash"] == config_hash(config)  # a run with everybody
+
+
+def test_an_interrupted_enrolment_is_finished_by_the_same_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["unlearn", "--ckpt_path", str(folder), "--client", "1"])
+    run = FederationLoop._run_round
+
+    def interrupt(loop: FederationLoop, round: int) -> None:
+        if round == 2:
+            raise KeyboardInterrupt
+        run(loop, round)
+
+    monkeypatch.setattr(FederationLoop, "_run_round", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main(["enrol", "--ckpt_path", str(folder), "--client", "1"])
+    assert not (folder / "enrolled_1.json").exists()
+    monkeypatch.setattr(FederationLoop, "_run_round", run)
+    cli: Any = main(["enrol", "--ckpt_path", str(folder), "--client", "1"])
+    assert (cli.loop.round, cli.method.without) == (2, [])
+    assert set(cli.method.factories) == {"0", "1", "2", "3"}
+    assert (folder / "enrolled_1.json").is_file()
+
+
+def test_a_run_on_several_devices_is_refused_before_anything_is_deleted(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["trainer"]["devices"] = 2
+    (folder / "config.yaml").write_text(text := yaml.safe_dump(config, sort_keys=False))
+    state, facts = read_checkpoint(folder / "checkpoints" / "round_00002")
+    CheckpointFolder(folder / "checkpoints", 9).save(
+        2, state, {**facts, "config": text, "config_hash": config_hash(config)}
+    )
+    files = sorted(str(p) for p in folder.rglob("*"))
+    for verb in ("unlearn", "enrol"):
+        with pytest.raises(SystemExit):
+            main([verb, "--ckpt_path", str(folder), "--client", "1"])
+        assert f"{verb} works on one device" in capsys.readouterr().err
+    assert sorted(str(p) for p in folder.rglob("*")) == files
 
 
 def test_nothing_outside_of_a_run_is_touched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +209,12 @@ def test_other_methods_refuse_by_name(
     with pytest.raises(SystemExit):
         main(["unlearn", "--ckpt_path", str(cli.run_folder), "--client", "1"])
     assert "FedAvg cannot unlearn" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["enrol", "--ckpt_path", str(cli.run_folder), "--client", "1"])
+    assert "FedAvg cannot enrol" in capsys.readouterr().err
+    # A relative path from inside of the run's folder is the same run (and nothing is left to do).
+    folder = cli.run_folder.resolve()
+    monkeypatch.chdir(folder / "checkpoints")
+    again: Any = main(["fit", "--ckpt_path", "round_00001"])
+    assert again.run_folder == folder
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["round_00001"]

@@ -193,6 +193,28 @@ def test_image_folder_reads_split_folders(tmp_path):
         load(ImageFolder(str(tmp_path)))
 
 
+@pytest.mark.parametrize(("image_size", "channels"), [(None, None), (4, 1), (9, 3)])
+def test_training_and_test_images_are_prepared_alike(tmp_path, image_size, channels):
+    noise = np.random.default_rng(0).integers(0, 256, (8, 6, 3), dtype=np.uint8)
+    for split in ("train", "val", "test"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(noise).save(tmp_path / split / "a" / "one.png")
+        Image.fromarray(noise).save(tmp_path / f"{split}.png")
+    (tmp_path / "list.csv").write_text(
+        "path,label,split\n" + "".join(f"{s}.png,a,{s}\n" for s in ("train", "val", "test"))
+    )
+    for source in (ImageFolder(str(tmp_path)), Manifest(str(tmp_path / "list.csv"))):
+        splits = load(source, image_size, channels)
+        (train,), (val,), (test,) = (everything(part) for part in (splits.train, splits.val, splits.test))
+        assert torch.equal(train, test)
+        assert torch.equal(train, val)
+    for arrays in ((tmp_path / "set.npz"),):
+        pixels = {f"{s}_images": noise[None, :6, :6] for s in ("train", "val", "test")}
+        np.savez(arrays, **pixels, **{f"{s}_labels": np.zeros((1, 1), int) for s in ("train", "val", "test")})
+        splits = load(MedMNIST(str(arrays)), image_size, channels)
+        assert torch.equal(everything(splits.train), everything(splits.test))
+
+
 def test_image_folder_recognises_tiny_imagenet(tmp_path):
     for key in ("n02", "n01"):
         for number in range(2):

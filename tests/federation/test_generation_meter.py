@@ -13,6 +13,7 @@ from methods.test_federated_factory import SIZES, factory, linear
 from fl_lightning.federation.generation import GenerationMeter
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods import FedAvg
+from fl_lightning.metrics import generation as measures
 
 OPTIONS: dict[str, Any] = {"network": linear, "data_options": {"dtype": torch.float32}}
 
@@ -50,6 +51,34 @@ def test_replayed_training_images_are_copies() -> None:
     row = meter.measure(loop)
     assert row["generation/copy_rate"] == 1
     assert row["generation/nn_ratio"] == 0
+
+
+def test_who_has_been_withdrawn_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = GenerationMeter(per_class=5, feature_epochs=1, grid=0)
+    loop = federation(factory(without=["1", "class:class 2"]), SIZES, callbacks=[meter], **OPTIONS)
+    asked: list[str] = []
+    looked_at: dict[str, Any] = {}
+    train, execute, memorisation = loop.data.train, loop.participant.execute, measures.memorisation
+
+    def remember(generated: Any, real: Any, held_out: Any, names: Any) -> Any:
+        looked_at.update(real=real[1], held_out=held_out[1])
+        return memorisation(generated, real, held_out, names)
+
+    def watch(request: Any, *owner: object) -> Any:
+        if "generation meter" in owner:
+            looked_at.update(features=request.data.labels)
+        return execute(request, *owner)
+
+    monkeypatch.setattr(measures, "memorisation", remember)
+    loop.participant.execute = watch  # type: ignore[method-assign]
+    loop.fit()
+    meter.seen = None
+    loop.data.train = lambda client: asked.append(client) or train(client)  # type: ignore[func-returns-value]
+    assert meter.measure(loop)
+    assert set(asked) == {"0", "2"}
+    expected = sorted(label for client in "02" for label in train(client).labels.tolist() if label != 2)
+    assert sorted(looked_at["real"].tolist()) == sorted(looked_at["features"].tolist()) == expected
+    assert set(looked_at["held_out"].tolist()) == {0, 1}
 
 
 def test_methods_that_synthesise_nothing_have_no_columns() -> None:

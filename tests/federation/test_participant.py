@@ -8,6 +8,7 @@ import os
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -397,3 +398,13 @@ def test_floating_point_operations_of_server_work() -> None:
 def test_operations_are_not_counted_by_the_vectorised_engine() -> None:
     with pytest.raises(ValueError, match="count_flops is true, and the engine is 'vectorized'; it must be 'serial'"):
         federation(FedAvg(1), engine="vectorized", count_flops=True)
+
+
+def test_max_time_holds_for_every_fit_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("lightning.pytorch.callbacks.timer.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    worker = participant(trainer={"max_time": {"seconds": 3}, "max_epochs": 100})  # a look at the clock is a second
+    data = examples(12)
+    results = [worker.execute(Fit("model", data, start_of()), 1, "a") for _ in range(2)]
+    assert [result.num_steps for result in results] == [3, 3]
+    assert same(outcome(results[0]), plain_fit(data, (1, "a")))  # three steps are an epoch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -53,11 +53,9 @@ LEAK: list[float] = []
 class LeakyClient(AveragingClient):
     """Looks at something that never crossed the wire."""
 
-    def finish(self, client: Any, message: Any, result: Any) -> Any:
+    def sent(self, update: Any, memory: Any) -> Any:
         LEAK.append(1.0)
-        return super().finish(
-            client, message, replace(result, params={n: v + len(LEAK) for n, v in result.params.items()})
-        )
+        return {n: v + len(LEAK) for n, v in update.items()}
 
 
 class Leaky(FedAvg):

@@ -220,6 +220,24 @@ def test_several_rounds_of_one_client_are_centralised_training() -> None:
     close(ours, plain_federation(3, sizes=(12,)))
 
 
+def test_identical_clients_are_one_client_alone() -> None:
+    def after(clients: int) -> dict[str, Tensor]:
+        own = examples(6, 1)
+        many = TensorExamples(own.inputs.repeat(clients, 1, 1, 1), own.labels.repeat(clients))
+        module = FederatedDataModule(
+            Given(many, examples(9, 2)), Consecutive((6,) * clients), clients, batch_size=6, val_fraction=0.0
+        )
+        loop = FederationLoop(progress=False, validate=False, num_threads=None)
+        method = FedAvg(rounds=2)
+        loop.assemble(method, task(), module, {**CPU, "max_epochs": 3}, 0)
+        start = method.state()
+        loop.fit()
+        assert not same(method.state(), start)
+        return method.state()
+
+    close(after(3), after(1))  # whole batches: else each shuffles in its own way
+
+
 # ---- buffers
 
 

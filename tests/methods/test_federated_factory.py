@@ -5,20 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from federation.tiny import CPU, examples, federation, numbers, same
+from federation.tiny import task as classifier
+from federation.wire import recorded, replay
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+from fl_lightning.callbacks.generator_pretraining import GeneratorPretraining
 from fl_lightning.data.bank import Bank, Provenance, quotas
-from fl_lightning.data.examples import TensorExamples
+from fl_lightning.data.examples import Concatenated, TensorExamples
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederationLoop
-from fl_lightning.federation.participant import Participant
-from fl_lightning.federation.state import digest
+from fl_lightning.federation.participant import Participant, ServerSide
+from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.state import CheckpointFolder, digest
+from fl_lightning.message import Message
 from fl_lightning.methods import FedAvg, FederatedFactory
 from fl_lightning.methods.base import Fit, Predict, Training
 from fl_lightning.methods.federated_factory import FactoryClient, wanted
+from fl_lightning.models.edm2 import EDM2UNet
 from fl_lightning.synthesis.samplers import sample_seeds
+from fl_lightning.tasks.base import FederatedTask
+from fl_lightning.tasks.diffusion import DiffusionTask
 from fl_lightning.tasks.ensemble import EXPERT, EnsembleTask
 from fl_lightning.tasks.generator import CVAETask, GaussianTask, GeneratorTask
 
@@ -111,7 +124,7 @@ def test_quotas_sum_and_are_proportional_within_one() -> None:
         for total in (0, 1, 10, 101):
             shares = quotas(counts, total)
             assert sum(shares.values()) == total
-            assert all(abs(shares[k] - total * n / sum(counts.values())) <= len(counts) for k, n in counts.items())
+            assert all(abs(shares[k] - total * n / sum(counts.values())) <= 1 for k, n in counts.items())
     with pytest.raises(ValueError, match="at least one must be above 0"):
         quotas({"a": 0}, 3)
 
@@ -157,8 +170,6 @@ def test_server_mode_uploads_once_and_trains_on_a_balanced_bank(generator: Any) 
 def test_the_bank_is_drawn_again_bit_for_bit_from_the_uploaded_bytes() -> None:
     method = factory()
     loop = run(method)
-    from fl_lightning.federation.participant import ServerSide
-
     assert method.bank is not None
     server = ServerSide(loop.participant, 7)  # in another round, in another order
     offset = len(method.bank)
@@ -177,6 +188,70 @@ def test_a_client_never_reads_anothers_images_and_factories_do_not_depend_on_com
     assert set(alone.factories) == {"0"}
 
 
+@pytest.mark.parametrize("mode", ["server", "peer"])
+def test_trainings_see_their_clients_images_alone_and_only_scores_see_the_test_set(mode: Any) -> None:
+    method = factory(mode)
+    loop = federation(method, SIZES, network=linear, data_options={"dtype": torch.float32})
+    whole = loop.data.source.splits
+    clients = {client: loop.data.train(client) for client in loop.info.clients}
+    read: dict[str, list[int]] = {client: [] for client in clients}
+    execute, evaluate, judging = loop.participant.execute, loop.evaluate, [False]
+    fetch, guarded = whole.test.fetch, []
+
+    def watched(request: Any, *owner: Any) -> Any:
+        if isinstance(request, Fit) and owner[1] != "server":
+            parts = request.data.parts[:1] if isinstance(request.data, Concatenated) else [request.data]
+            assert all(part.source is whole.train for part in parts)
+            read[owner[1]] += [int(i) for part in parts for i in part.indices]
+        return execute(request, *owner)
+
+    def only_while_judging(indices: Tensor) -> Tensor:
+        assert judging[0], "a test image was looked at outside of an evaluation"
+        guarded.append(len(indices))
+        return fetch(indices)
+
+    def judge(**options: Any) -> dict[str, float]:
+        judging[0] = True
+        row = evaluate(**options)
+        judging[0] = False
+        return row
+
+    loop.participant.execute, loop.evaluate = watched, judge  # type: ignore[method-assign]
+    whole.test.fetch = only_while_judging
+    loop.fit()
+    assert guarded
+    for client, data in clients.items():  # all of its own (as an expert once more), nothing of another's
+        assert sorted(set(read[client])) == sorted(data.indices.tolist())
+        assert len(read[client]) == len(data) * (1 if mode == "server" else 2)
+    together = [int(i) for data in clients.values() for i in data.indices]
+    assert sorted(together) == list(range(len(whole.train)))
+
+
+def build_linear() -> FederatedTask:
+    return classifier(linear, still)
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_a_client_needs_its_message_and_its_data_only_and_every_byte_is_counted() -> None:
+    method = factory("peer", GaussianTask(optimizer=still))
+    loop = federation(method, SIZES, network=linear, optimizer=still, data_options={"dtype": torch.float32})
+    with recorded(loop, build_linear, CPU) as parts:
+        loop.fit()
+    replay(parts)
+    for round in (1, 2, 3):
+        replies = [Message.from_bytes(part.reply) for part in parts if part.client.round == round]
+        assert [reply.sender for reply in replies] == ["0", "1", "2"]
+        assert loop.history[round]["comm/bytes_up"] == sum(len(p.reply) for p in parts if p.client.round == round)
+        assert loop.history[round]["comm/bytes_down"] == sum(len(p.message) for p in parts if p.client.round == round)
+        # Factories cross once, in round 1, one for each class of a client; nobody sends one again.
+        sent = {r.sender: {name.split("/")[0] for name in r.tensors.get("factories", {})} for r in replies}
+        expected = {c: {str(k) for k in own} if round == 1 else set() for c, own in method.held.items()}
+        assert sent == expected
+
+
 def test_small_classes_get_no_factory() -> None:
     method = factory(min_examples=4)
     loop = run(method)
@@ -190,6 +265,41 @@ def test_resume_after_the_factories(tmp_path: Path) -> None:
     resumed = run(factory(), tmp_path / "b", tmp_path / "a" / "checkpoints" / "round_00001")
     assert same(whole.method.state_dict(), resumed.method.state_dict())
     assert numbers(whole) == numbers(resumed)
+
+
+def diffusion(info_shape: tuple[int, int, int], label_dim: int = 0) -> nn.Module:
+    return EDM2UNet(info_shape, label_dim, width=4, multipliers=(1,))
+
+
+def test_pictures_of_factories_go_to_the_record_and_nowhere_else(tmp_path: Path) -> None:
+    def method(grid: int) -> FederatedFactory:
+        task = DiffusionTask(diffusion, steps=2, sampler="euler")
+        callback = GeneratorPretraining(ramp_images=0, grid=grid, every=3)
+        return factory(generator=task, pretraining=[callback], without=["class:class 0", "class:class 2"])
+
+    told: list[Any] = []
+
+    class Listen(FederationCallback):
+        def on_pictures(self, loop: FederationLoop, pictures: Any) -> None:
+            told.append((loop.round, pictures))
+
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    loop = run(method(2), tmp_path, callbacks=[Recorder(tmp_path, [logger]), Listen()])
+    plain = run(method(0))
+    assert digest(loop.method.state_dict()) == digest(plain.method.state_dict())
+    assert numbers(loop) == numbers(plain)  # bytes too
+    ((round, pictures),) = told
+    assert (round, list(pictures)) == (1, ["0", "1", "2"])
+    expected = [("factory_1_samples", 3), ("factory_1_samples", 4), ("factory_1_denoised", 4)]
+    for client in "012":
+        assert [(p.name, p.step) for p in pictures[client]] == expected
+        files = sorted(p.name for p in (tmp_path / "pictures" / f"client_{client}").iterdir())
+        assert files == sorted(f"{name}_{step:07d}.png" for name, step in expected)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.step for e in events.Images("pictures/client_1/factory_1_samples")] == [3, 4]
+    shown = np.asarray(Image.open(tmp_path / "pictures" / "client_1" / "factory_1_denoised_0000004.png"))
+    assert shown[..., :3].std() > 10
 
 
 # ---- peers
@@ -224,8 +334,6 @@ def test_peers_draw_what_they_lack_and_vote() -> None:
 
 
 def test_an_ensemble_is_permutation_invariant_and_of_one_is_the_model() -> None:
-    from federation.tiny import task as classifier
-
     member = classifier()
     from federation.tiny import data as module
 
@@ -255,8 +363,6 @@ def test_an_ensemble_is_permutation_invariant_and_of_one_is_the_model() -> None:
 
 def forget(loop: FederationLoop, key: str, folder: Path) -> FederationLoop:
     """As the command does it."""
-    from fl_lightning.federation.state import CheckpointFolder
-
     loop.rewind(loop.method.unlearn(key))
     rewound = CheckpointFolder(folder / "checkpoints", keep_last=99).save(loop.round, loop.state_dict(), {})
     loop.fit(folder, rewound)
@@ -268,6 +374,7 @@ def forget(loop: FederationLoop, key: str, folder: Path) -> FederationLoop:
 def test_forgetting_is_never_having_joined(mode: Any, key: str, tmp_path: Path) -> None:
     loop = run(factory(mode), tmp_path / "a")
     before = {client: digest(own) for client, own in loop.method.factories.items()}  # type: ignore[attr-defined]
+    drawn = loop.method.bank  # type: ignore[attr-defined]
     forget(loop, key, tmp_path / "a")
     never = run(factory(mode, without=[key]), tmp_path / "b")
     assert same(loop.method.state_dict(), never.method.state_dict())
@@ -280,10 +387,85 @@ def test_forgetting_is_never_having_joined(mode: Any, key: str, tmp_path: Path) 
         assert "1" not in method.factories
         assert before["0"] == digest(method.factories["0"])
         assert "1" not in {p.client for p in (method.bank.provenance if method.bank else ())}
+        with pytest.raises(KeyError):
+            method.draw(ServerSide(loop.participant, 9), 0, "1", 1)
     elif method.bank is not None:
-        assert 2 not in method.bank.labels
+        assert method.bank.labels.unique().tolist() == [0, 1]
+        assert torch.equal(method.bank.inputs, drawn.inputs[drawn.labels != 2])  # the other classes' images
+        assert method.bank.provenance == tuple(origin for origin in drawn.provenance if origin.label != 2)
     with pytest.raises(ValueError, match="has been forgotten already"):
         method.unlearn(key)
+
+
+def enrol(loop: FederationLoop, key: str, folder: Path) -> None:
+    """As the command does it."""
+    loop.rewind(loop.method.enrol(key))
+    rewound = CheckpointFolder(folder / "checkpoints", keep_last=99).save(loop.round, loop.state_dict(), {})
+    loop.fit(folder, rewound)
+
+
+@pytest.mark.parametrize("mode", ["server", "peer"])
+@pytest.mark.parametrize("key", ["1", "class:class 2"])
+def test_coming_late_is_having_been_there_from_the_start(mode: Any, key: str, tmp_path: Path) -> None:
+    loop = run(factory(mode, without=[key]), tmp_path)
+    before = {(c, k): digest(f) for c, own in loop.method.factories.items() for k, f in own.items()}  # type: ignore[attr-defined]
+    fits: list[Any] = []
+    execute = loop.participant.execute
+
+    def watched(request: Any, *owner: object) -> Any:
+        fits.extend([(owner[1], *request.key)] if isinstance(request, Fit) and owner[0] == 1 else [])
+        return execute(request, *owner)
+
+    loop.participant.execute = watched  # type: ignore[method-assign]
+    enrol(loop, key, tmp_path)
+    if key == "1":  # it trains its own; nobody else trains in round 1
+        assert fits == [("1", "factory", label) for label in sorted(held(loop)["1"])]
+    else:  # every owner trains the factory of that class
+        assert fits == [(client, "factory", 2) for client, own in held(loop).items() if 2 in own]
+    always = run(factory(mode))
+    method = loop.method
+    assert isinstance(method, FederatedFactory)
+    assert {place: digest(method.factories[place[0]][place[1]]) for place in before} == before
+    assert digest(method.state_dict()) == digest(always.method.state_dict())
+    assert digest(loop.memory.state_dict()) == digest(always.memory.state_dict())
+    assert numbers(loop)[2:] == numbers(always)[2:]
+    with pytest.raises(ValueError, match="takes part already; left out are: none"):
+        method.enrol(key)
+
+
+def test_going_and_coming_in_any_order(tmp_path: Path) -> None:
+    always = run(factory(), tmp_path / "a")
+    loop = run(factory(without=["class:class 0", "2"]), tmp_path / "b")
+    forget(loop, "0", tmp_path / "b")
+    for key in ("2", "0", "class:class 0"):
+        assert loop.method.enrol(key) == 0
+        for other in loop.method.without:
+            with pytest.raises(ValueError, match=f"'{key}' is not done with coming in"):
+                loop.method.enrol(other)
+        loop.rewind(0)
+        loop.fit()
+    assert digest(loop.method.state_dict()) == digest(always.method.state_dict())
+    # A newcomer may go before it has come, and nobody may have sent anything yet.
+    forget(loop, "1", tmp_path / "c")
+    loop.method.enrol("1")
+    forget(loop, "1", tmp_path / "d")
+    assert digest(loop.method.state_dict()) == digest(run(factory(without=["1"])).method.state_dict())
+    early = federation(factory(without=["1"]), SIZES, network=linear, data_options={"dtype": torch.float32})
+    early.method.enrol("1")
+    early.fit()
+    assert digest(early.method.state_dict()) == digest(always.method.state_dict())
+
+
+def test_who_cannot_come_late_is_refused() -> None:
+    loop = run(factory(generator=CVAETask(hidden=(8,)), without=["class:class 1", "2"]))
+    with pytest.raises(ValueError, match="one class cannot be added to it"):
+        loop.method.enrol("class:class 1")
+    with pytest.raises(ValueError, match="client '9'; allowed: 0, 1, 2"):
+        loop.method.enrol("9")
+    with pytest.raises(ValueError, match="'0' takes part already; left out are: class:class 1, 2"):
+        loop.method.enrol("0")
+    with pytest.raises(ValueError, match="FedAvg cannot enrol"):
+        FedAvg(1).enrol("0")
 
 
 def test_masking_is_approximate_and_says_so() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Group, Message
 from fl_lightning.methods.base import ClientProgram, Reply
+from fl_lightning.tasks.base import Picture
 
 Weight = Callable[[Message], float]
 Addressed = Callable[[str], tuple[str, ...] | None]
@@ -19,7 +20,8 @@ Addressed = Callable[[str], tuple[str, ...] | None]
 
 @dataclass
 class Total:
-    """The reduced replies of a round (`fl_lightning.methods.base.Reduced`), and what they cost: bytes, backward passes."""
+    """The reduced replies of a round (`fl_lightning.methods.base.Reduced`), what they cost (bytes, backward passes), and
+    what the clients have drawn."""
 
     groups: dict[str, Any] = field(default_factory=dict)
     clients: tuple[str, ...] = ()
@@ -29,12 +31,15 @@ class Total:
     num_gradients: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
+    pictures: dict[str, tuple[Picture, ...]] = field(default_factory=dict)
 
     def take(self, reply: Reply, received: Message, weight: float) -> float:
         """Count a reply and add its numbers, weighted; returns the weight."""
         self.bytes_down += received.nbytes
         self.bytes_up += reply.message.nbytes
         self.examples[reply.message.sender] = reply.message.num_examples
+        if reply.pictures:
+            self.pictures[reply.message.sender] = reply.pictures
         for means, values in (self.scalars, reply.message.scalars), (self.metrics, reply.metrics):
             for name, value in values.items():
                 means[name] = means.get(name, 0.0) + value * weight
