@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,9 +35,15 @@ class Bank(TensorExamples):
     Args:
         parts: (provenance, images (N, C, H, W) in [0, 1]) for each run; images are rounded to 256 levels.
         augmentation: Random changes when a model is fitted on the bank.
+        columns: What else is known of every image, (N, ...) by name: masks, survivors.
     """
 
-    def __init__(self, parts: Iterable[tuple[Provenance, Tensor]], augmentation: Sequence[Augmentation] = ()) -> None:
+    def __init__(
+        self,
+        parts: Iterable[tuple[Provenance, Tensor]],
+        augmentation: Sequence[Augmentation] = (),
+        columns: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         runs = list(parts)
         if not runs:
             raise ValueError("a bank was made of no images; there must be a factory")
@@ -51,12 +58,19 @@ class Bank(TensorExamples):
         pixels = [i if i.dtype == torch.uint8 else (i * 255).round().clamp(0, 255).to(torch.uint8) for _, i in runs]
         labels = [torch.full((len(images),), origin.label) for origin, images in runs]
         super().__init__(torch.cat(pixels), torch.cat(labels))
-        self.augmentation = tuple(augmentation)
+        self.augmentation, self.columns = tuple(augmentation), dict(columns)
+        for name, column in self.columns.items():
+            if len(column) != len(self):
+                raise ValueError(f"column {name!r} has {len(column)} rows for {len(self)} images")
+
+    def extras(self, indices: Tensor) -> dict[str, Tensor]:
+        return {name: column[indices] for name, column in self.columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Images and their origin, for a checkpoint."""
         return {
             "images": self.inputs,
+            "columns": dict(self.columns),
             "provenance": [{"client": p.client, "label": p.label, "indices": list(p.indices)} for p in self.provenance],
         }
 
@@ -65,7 +79,7 @@ class Bank(TensorExamples):
         """The bank that `state_dict` described."""
         origins = [Provenance(p["client"], int(p["label"]), tuple(map(int, p["indices"]))) for p in state["provenance"]]
         images = state["images"].split([len(origin.indices) for origin in origins])
-        return cls(zip(origins, images, strict=True), augmentation)
+        return cls(zip(origins, images, strict=True), augmentation, state.get("columns", {}))
 
 
 def quotas(counts: dict[str, int], total: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,10 @@ class Examples(ABC):
     @abstractmethod
     def fetch(self, indices: Tensor) -> Tensor:
         """Inputs at ``indices`` (B,) int64, as (B, ...) float32; images are (B, C, H, W) in [0, 1]."""
+
+    def extras(self, indices: Tensor) -> dict[str, Tensor]:
+        """Further columns at ``indices`` (B,), (B, ...) each, by name; none unless `Annotated` adds some."""
+        return {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,6 +88,31 @@ class View(Examples):
 
     def fetch(self, indices: Tensor) -> Tensor:
         return self.source.fetch(self.indices[indices])
+
+    def extras(self, indices: Tensor) -> dict[str, Tensor]:
+        return self.source.extras(self.indices[indices])
+
+
+class Annotated(Examples):
+    """Examples with further columns.
+
+    Args:
+        source: The examples; columns of theirs stay, unless one of the same name is given.
+        columns: Tensors (N, ...) by name, one row for each example.
+    """
+
+    def __init__(self, source: Examples, columns: Mapping[str, Tensor]) -> None:
+        for name, column in columns.items():
+            if len(column) != len(source):
+                raise ValueError(f"column {name!r} has {len(column)} rows; it must have {len(source)}")
+        self.source, self.columns = source, dict(columns)
+        self.labels, self.domains, self.augmentation = source.labels, source.domains, source.augmentation
+
+    def fetch(self, indices: Tensor) -> Tensor:
+        return self.source.fetch(indices)
+
+    def extras(self, indices: Tensor) -> dict[str, Tensor]:
+        return self.source.extras(indices) | {name: column[indices] for name, column in self.columns.items()}
 
 
 class Transformed(Examples):

@@ -79,7 +79,7 @@ class BatchLoader:
             inputs = self.examples.fetch(batch)
             if draws is not None:
                 inputs = augment(self.examples.augmentation, inputs, draws)
-            yield Batch(inputs, self.examples.labels[batch], scale)
+            yield Batch(inputs, self.examples.labels[batch], scale, self.examples.extras(batch))
 
 
 class Participant:
@@ -147,7 +147,7 @@ class Participant:
             try:
                 return self._fit(task, request, owner) if isinstance(request, Fit) else self._predict(task, request)
             finally:
-                task.given, task.rule, task.learning_rate, task.lr_scale = {}, None, None, 1.0
+                task.given, task.rule, task.criterion, task.learning_rate, task.lr_scale = {}, None, None, None, 1.0
                 task._trainer = None  # else the module keeps the optimizer, its state and the loaders alive
 
     def _task(self, name: str) -> FederatedTask:

@@ -2,6 +2,7 @@
 
 from fl_lightning.methods.averaging import FedAvg
 from fl_lightning.methods.base import ClientProgram, Fit, Method, Predict, Reply, Result
+from fl_lightning.methods.distillation import NoiseDistillation
 from fl_lightning.methods.ensemble import OneShotEnsemble
 from fl_lightning.methods.fedacg import FedACG
 from fl_lightning.methods.fedasam import FedASAM
@@ -45,6 +46,7 @@ __all__ = [
     "LocalOnly",
     "Method",
     "MoFedSAM",
+    "NoiseDistillation",
     "OneShotEnsemble",
     "Predict",
     "Reply",

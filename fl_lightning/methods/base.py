@@ -7,21 +7,25 @@ participant carries out with Lightning.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from fl_lightning.callbacks.cosine_rate import CosineRate
 from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.message import Group, Groups, Message, Tensors
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.tasks.base import FederatedTask
 
 SERVER = "server"
+UNLIMITED = 10**9  # epochs, where the budget is one of steps
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,41 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_gradients: int = 0
     outcome: Groups = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The budget of a local training.
+
+    Attributes:
+        steps: Optimizer steps, at least 1.
+        batch_size: Images a step, at least 1; never more than there are.
+        cosine: Let the learning rate fall along a cosine to 0.
+    """
+
+    steps: int
+    batch_size: int
+    cosine: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+    def fit(
+        self,
+        task: str,
+        data: Examples,
+        start: Tensors | None,
+        key: tuple[object, ...],
+        callbacks: Sequence[Callback] = (),
+        given: Groups = MappingProxyType({}),
+        **overrides: float,
+    ) -> Fit:
+        """The request. Callbacks are copied, since they may hold state; ``overrides`` are further ones of the fit."""
+        own = (*map(copy.deepcopy, callbacks), *((CosineRate(self.steps),) if self.cosine else ()))
+        budget = {"max_steps": self.steps, "max_epochs": UNLIMITED, "batch_size": min(self.batch_size, len(data))}
+        return Fit(task, data, start, given, callbacks=own, overrides={**budget, **overrides}, key=key)
 
 
 Steps = Generator[Fit | Predict, Result, Any]
@@ -174,12 +213,12 @@ class ClientProgram(ABC):
 
 
 class Reduced(Protocol):
-    """What the server sees of a round's replies: groups as their reducers left them, who replied, examples in all, and
-    the means of the messages' scalars and of the clients' metrics, weighted as replies are."""
+    """What the server sees of a round's replies: groups as their reducers left them, who replied, training examples
+    of each, and the means of the messages' scalars and of the clients' metrics, weighted as replies are."""
 
     groups: dict[str, Any]
     clients: tuple[str, ...]
-    num_examples: int
+    examples: dict[str, int]
     scalars: dict[str, float]
     metrics: dict[str, float]
 

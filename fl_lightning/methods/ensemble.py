@@ -10,21 +10,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fl_lightning.aggregation import Keep
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.message import Group, Message, Tensors
 from fl_lightning.methods.base import SERVER, Client, ClientProgram, Fit, Method, Predict, Reduced, Server, Steps
 from fl_lightning.tasks.base import FederatedTask
-from fl_lightning.tasks.ensemble import EXPERT, Combine, EnsembleTask
+from fl_lightning.tasks.ensemble import EXPERT, Combine, EnsembleTask, check_combine
 
 
 @dataclass(frozen=True)
 class OneShotClient(ClientProgram):
-    """Train from the common initial model; send the whole model."""
+    """Train from the common initial model; send the whole model.
+
+    Attributes:
+        counts: Send the number of training images of every class too.
+    """
+
+    counts: bool = False
 
     def update(self, client: Client, message: Message) -> Steps:
         result = yield Fit("model", client.train, message.tensors["model"])
-        return client.reply({"model": {**result.params, **result.buffers}}, metrics=result.metrics)
+        groups = {"model": {**result.params, **result.buffers}}
+        if self.counts:
+            held = torch.bincount(client.train.labels, minlength=int(message.scalars["num_classes"]))
+            groups["counts"] = {"counts": held}
+        return client.reply(groups, metrics=result.metrics)
 
 
 class OneShotEnsemble(Method):
@@ -36,8 +48,7 @@ class OneShotEnsemble(Method):
 
     def __init__(self, combine: Combine = "mean_logits") -> None:
         super().__init__(1)
-        if combine not in ("product", "mean", "mean_logits"):
-            raise ValueError(f"combine is {combine!r}; allowed: 'product', 'mean', 'mean_logits'")
+        check_combine(combine)
         self.combine: Combine = combine
 
     def setup(self, model: FederatedTask, info: DataInfo, seed: int) -> None:

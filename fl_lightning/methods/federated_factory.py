@@ -8,8 +8,7 @@ came after: no draw of one key depends on another's, so the result is that of a 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from fl_lightning.aggregation import Keep
-from fl_lightning.callbacks.cosine_rate import CosineRate
 from fl_lightning.data.augmentation import Augmentation
 from fl_lightning.data.bank import Bank, Provenance, quotas
 from fl_lightning.data.examples import Concatenated, DataInfo, Examples, TensorExamples
@@ -27,12 +25,12 @@ from fl_lightning.methods.base import (
     SERVER,
     Client,
     ClientProgram,
-    Fit,
     Method,
     Predict,
     Reduced,
     Server,
     Steps,
+    Training,
     judge_personal,
 )
 from fl_lightning.synthesis.samplers import sample_seeds
@@ -44,39 +42,6 @@ Mode = Literal["server", "peer"]
 COLLECT, USE, SHIP = 1, 2, 3  # rounds: factories go up; they are used; in peer mode, experts go to everybody
 ALL = -1  # the label of a factory of all classes of a client
 NEVER = -1e4  # added to the score of a class that is masked; finite, so that losses stay so
-UNLIMITED = 10**9  # epochs: the budget is one of steps
-
-
-@dataclass(frozen=True)
-class Training:
-    """The budget of a local training.
-
-    Attributes:
-        steps: Optimizer steps, at least 1.
-        batch_size: Images a step, at least 1; never more than there are.
-        cosine: Let the learning rate fall along a cosine to 0.
-    """
-
-    steps: int
-    batch_size: int
-    cosine: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-
-    def fit(
-        self, task: str, data: Examples, start: Tensors, key: tuple[object, ...], own: Sequence[Callback] = ()
-    ) -> Fit:
-        """The request."""
-        callbacks = (*map(copy.deepcopy, own), *((CosineRate(self.steps),) if self.cosine else ()))
-        budget = {
-            "max_steps": self.steps,
-            "max_epochs": UNLIMITED,
-            "batch_size": min(self.batch_size, len(data)),
-        }
-        return Fit(task, data, start, callbacks=callbacks, overrides=budget, key=key)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +29,14 @@ class Batch(NamedTuple):
         labels: (B,) int64.
         scale: 1, except where several devices share a batch that does not divide evenly: then the factor that makes the
             mean over devices the mean over the batch.
+        extras: Further columns of the examples, (B, ...) each: masks, soft labels. A forward pass alone (a `Predict`) takes
+            them as keyword arguments.
     """
 
     inputs: Tensor
     labels: Tensor
     scale: float = 1.0
+    extras: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class FederatedTask(LightningModule):
@@ -48,6 +52,7 @@ class FederatedTask(LightningModule):
         self.optimizer = optimizer
         self.given: Mapping[str, Mapping[str, Tensor]] = {}
         self.rule: LocalRule | None = None
+        self.criterion: Callable[[FederatedTask, Batch], Tensor] | None = None  # in place of `loss`; a callback sets it
         self.learning_rate: float | None = None
         self.lr_scale = 1.0
         self.output = "logits"
@@ -125,7 +130,7 @@ class FederatedTask(LightningModule):
         self._seen = batch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.loss(batch) * batch.scale
+        loss = (self.loss(batch) if self.criterion is None else self.criterion(self, batch)) * batch.scale
         self.num_gradients += 1
         if not self._loss_counted:  # a rule may ask for several gradients; the batch counts once
             self.loss_sum += loss.detach()
@@ -138,7 +143,7 @@ class FederatedTask(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return getattr(self, self.output)(batch.inputs)
+        return getattr(self, self.output)(batch.inputs, **batch.extras)
 
     def setup(self, stage: str) -> None:
         # The strategy has not moved the module yet when this hook runs, but the trainer knows where it will be.

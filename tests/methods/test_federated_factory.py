@@ -16,8 +16,8 @@ from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import digest
 from fl_lightning.methods import FedAvg, FederatedFactory
-from fl_lightning.methods.base import Fit, Predict
-from fl_lightning.methods.federated_factory import FactoryClient, Training, wanted
+from fl_lightning.methods.base import Fit, Predict, Training
+from fl_lightning.methods.federated_factory import FactoryClient, wanted
 from fl_lightning.synthesis.samplers import sample_seeds
 from fl_lightning.tasks.ensemble import EXPERT, EnsembleTask
 from fl_lightning.tasks.generator import CVAETask, GaussianTask, GeneratorTask

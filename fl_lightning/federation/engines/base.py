@@ -23,7 +23,7 @@ class Total:
 
     groups: dict[str, Any] = field(default_factory=dict)
     clients: tuple[str, ...] = ()
-    num_examples: int = 0
+    examples: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_gradients: int = 0
@@ -34,11 +34,16 @@ class Total:
         """Count a reply and add its numbers, weighted; returns the weight."""
         self.bytes_down += received.nbytes
         self.bytes_up += reply.message.nbytes
-        self.num_examples += reply.message.num_examples
+        self.examples[reply.message.sender] = reply.message.num_examples
         for means, values in (self.scalars, reply.message.scalars), (self.metrics, reply.metrics):
             for name, value in values.items():
                 means[name] = means.get(name, 0.0) + value * weight
         return weight
+
+    @property
+    def num_examples(self) -> int:
+        """Training examples of all who replied."""
+        return sum(self.examples.values())
 
     def average(self, weights: float) -> None:
         """Turn sums into means."""
