@@ -56,9 +56,14 @@ class GenerationMeter(FederationCallback):
             return {}
         self.seen = made
         names = loop.info.class_names
+        shown = _some(made, self.per_class, len(names), loop.seed)
+        if self.grid and loop.is_main:
+            self._draw(loop, *shown)
+        if not loop.data.info.clients:  # no real image to compare with
+            return {}
         pairs = {
-            "generated": _some(made, self.per_class, len(names), loop.seed),
-            "train": _whole(Concatenated([loop.data.train(client) for client in loop.info.clients])),
+            "generated": shown,
+            "train": _whole(Concatenated([loop.data.train(client) for client in loop.data.info.clients])),
             "held_out": _whole(loop.data.test_sets()["global"]),
         }
         row = measures.memorisation(pairs["generated"], pairs["train"], pairs["held_out"], names)
@@ -69,15 +74,13 @@ class GenerationMeter(FederationCallback):
             enough = len(generated) > body.width(real[:1]) < len(real)
             kinds = ("KID", "FD") if enough else ("KID",)  # FD of fewer images than features says nothing
             row |= measures.feature_scores(generated, real, body, FEATURES, seed=loop.seed, measures=kinds)
-        if self.grid and loop.is_main:
-            self._draw(loop, *pairs["generated"])
         return {
             f"generation/{name}": value for name, value in row.items() if "/" not in name or name.startswith("nn_dist")
         }
 
     def _train(self, loop: FederationLoop) -> None:
         """Leave the model with the weights of a classifier of real images."""
-        real = Concatenated([loop.data.train(client) for client in loop.info.clients])
+        real = Concatenated([loop.data.train(client) for client in loop.data.info.clients])
         fit = Fit("model", real, self.initial, overrides={"max_epochs": self.feature_epochs}, key=("features",))
         loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
         loop.model.load(result.buffers)

@@ -2,8 +2,8 @@
 
 An image's N patches are H (high density, kept by the sparse inversion) and L (low density, its complement). y is the label
 that the image was made for; z are the ensemble's scores, v the student's, T the temperature, and KL_T(z || v) is
-T^2 KL(softmax(z / T) || softmax(v / T)), `distillation_kl`. The paper gives neither the equations nor the readings; sections are those of the reconstruction in
-``docs/methods/fedmitr.md``.
+T^2 KL(softmax(z / T) || softmax(v / T)), `distillation_kl`. No source gives the paper's equations: the readings are those of
+the reconstruction in ``docs/methods/fedmitr.md``.
 
 Everything here acts on scores; which patches a forward pass saw is the caller's affair.
 """

@@ -41,6 +41,8 @@ def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:
     before, _ = read_checkpoint(folder / "checkpoints" / "round_00002")
     (folder / "samples.png").write_bytes(b"a picture of what was drawn")
+    (folder / "uploads").mkdir()
+    (folder / "uploads" / "1.safetensors").write_bytes(b"a factory")
     assert "1" in before["method"]["factories"]
     main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--verify"])
     said = capsys.readouterr().out
@@ -50,6 +52,7 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     assert report["exact"] is True
     assert report["sha256"] == report["never_joined_sha256"]
     assert not (folder / "samples.png").exists()
+    assert not (folder / "uploads").exists()
     for checkpoint in sorted((folder / "checkpoints").iterdir()):
         state, _ = read_checkpoint(checkpoint)
         assert set(state["method"]["factories"]) == {"0", "2", "3"}
