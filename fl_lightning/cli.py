@@ -40,6 +40,7 @@ from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder, write_json
 from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint
+from fl_lightning.federation.uploads import uploads_digest, uploads_folder
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
 from fl_lightning.usage import fail, usage_errors
@@ -58,7 +59,7 @@ _NOT_MEANING = {
     "class_name": None,
     "approximate": None,
     "verify": None,
-    "federation": ("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor"),
+    "federation": ("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor", "save_uploads"),
     "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),
 }
 
@@ -66,7 +67,7 @@ _NOT_MEANING = {
 # Files of a run's folder about its trained model: another one makes them again, or leaves them out.
 _OF_THE_MODEL = ("summary.json", "samples*.png", "confusion.png", "flatness*.png", "flatness*.json", "*.writing")
 # What else may show or hold what was trained.
-_DELETED_BY_UNLEARN = ("events.out.tfevents.*", "hparams.yaml", "pictures")
+_DELETED_BY_UNLEARN = ("events.out.tfevents.*", "hparams.yaml", "pictures", "uploads")
 
 
 class Verbs(Trainer):
@@ -304,6 +305,8 @@ class FederatedCLI(LightningCLI):
         with usage_errors():
             self.datamodule.use_seed(self.seed)
             self.datamodule.setup()
+            if not self.datamodule.info.clients:
+                raise ValueError("data.num_clients is 0; there is nothing to divide")
         data = self.datamodule
         counts, names = data.counts(), data.info.class_names
         print("client  " + "  ".join(f"{name[:10]:>10}" for name in names) + "       total")
@@ -359,7 +362,8 @@ class FederatedCLI(LightningCLI):
         write_json(self._run / f"unlearned_{_file_name(key)}.json", report)
         print(f"forgotten: {key}   run: {self._run}")
         print(
-            "not touched: what peers, exports outside of the run's folder and backups keep; the record of earlier rounds"
+            "not touched: what peers, uploads and exports outside of the run's folder and backups keep; "
+            "the record of earlier rounds"
         )
         if verify and not report["exact"]:
             raise SystemExit(fail(f"the state differs from that of a federation without {key}"))
@@ -533,10 +537,11 @@ class FederatedCLI(LightningCLI):
             for manifest in sorted(manifests, key=lambda p: (p.stat().st_mtime, str(p)), reverse=True):
                 path = manifest.parent
                 try:
-                    if config_hash(yaml.safe_load((path.parent.parent / "config.yaml").read_text())) == wanted:
+                    # As it was then: uploads may have moved, or changed, since.
+                    if json.loads((path / "info.json").read_text())["config_hash"] == wanted:
                         read_checkpoint(path)
                         return path
-                except (ValueError, OSError) as error:
+                except (ValueError, KeyError, OSError) as error:
                     print(f"{error}; looking for an older one", file=sys.stderr)
             return None
 
@@ -552,7 +557,7 @@ def _file_name(key: str) -> str:
 
 
 def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides what a run computes."""
+    """The part of a configuration that decides what a run computes. Uploads count by their contents, wherever they lie."""
     kept = {}
     for key, value in config.items():
         if key in _NOT_MEANING:
@@ -560,6 +565,9 @@ def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
             if ignored is None:
                 continue
             value = {k: v for k, v in (value or {}).items() if k not in ignored}
+        if key == "federation" and value.get("uploads"):
+            folder = uploads_folder(value["uploads"], config.get("seed_everything", 0))
+            value = {**value, "uploads": uploads_digest(folder) or value["uploads"]}
         kept[key] = value
     return kept
 

@@ -32,10 +32,13 @@ class Group:
             own: embeddings, labels) or "artifact" (a whole thing to keep: a model, a generator). Transforms such as
             clipping act by kind.
         reduce: How replies become one.
+        like: Tensors of the names, shapes and dtypes that every reply holds, where the server knows them beforehand: what
+            comes from elsewhere is checked against it.
     """
 
     kind: str
     reduce: Reducer = field(default_factory=Mean)
+    like: Tensors | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("update", "rows", "artifact"):

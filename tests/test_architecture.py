@@ -112,6 +112,7 @@ IN_PLACE = {
 # File: why its global draws are owned all the same.
 OWNED: dict[str, str] = {
     "fl_lightning/rng.py": "lends the global generators",
+    "fl_lightning/tasks/inversion.py": "a step's jitter; the participant lends the global generators to the fit",
     "fl_lightning/tasks/clip.py": "one draw at the start of a fit, to which the participant lends the global generators",
 }
 

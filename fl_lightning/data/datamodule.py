@@ -38,7 +38,8 @@ class FederatedDataModule(lightning.LightningDataModule):
     Args:
         source: Where the examples come from.
         partitioner: How they are divided; None for `IID`.
-        num_clients: Number of clients, those that only evaluate included.
+        num_clients: Number of clients, those that only evaluate included. 0: there are only the test examples; models come
+            from elsewhere (``federation.uploads``).
         batch_size: Effective batch of a client's training step, over all devices together.
         image_size: Height and width in pixels to bring images to; None keeps the source's own.
         channels: 1 (grey) or 3 (RGB) to bring images to; None keeps the source's own.
@@ -77,7 +78,7 @@ class FederatedDataModule(lightning.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check("num_clients", num_clients, num_clients >= 1, "at least 1")
+        _check("num_clients", num_clients, num_clients >= 0, "at least 0")
         _check("batch_size", batch_size, batch_size >= 1, "at least 1")
         _check("val_fraction", val_fraction, 0 <= val_fraction < 1, "in [0, 1)")
         _check("shots", shots, shots is None or shots >= 1, "at least 1, or null")
@@ -96,6 +97,10 @@ class FederatedDataModule(lightning.LightningDataModule):
         self.augmentation = tuple(augmentation or ())
         self.seed = seed
         self._ready_for: int | None = None
+        self._train: dict[str, Examples]
+        self._val: dict[str, Examples]
+        self._test: dict[str, Examples]
+        self._unseen: tuple[str, ...]
 
     def use_seed(self, seed: int) -> None:
         """Use the run's seed, unless one was given to the constructor."""
@@ -114,29 +119,16 @@ class FederatedDataModule(lightning.LightningDataModule):
             return
         splits = self.source.load(image_size=self.image_size, channels=self.channels, seed=seed)
         base = self._base(len(splits.class_names))
-        pool, val, val_pool = self._pools(splits, base, seed)
-        labels, domains = splits.train.labels.numpy(), splits.train.domains.numpy()
-        division = partition(
-            self.partitioner,
-            labels[pool],
-            domains[pool],
-            self.num_clients,
-            seed,
-            self.min_client_size,
-            self.allow_empty,
-        ).through(pool)
-        self._splits, self._partition = splits, division
-        self._train = _views(splits.train, division)
-        for examples in self._train.values():
-            examples.augmentation = self.augmentation
-        self._val = _views(val, self._mirrored(val, val_pool, seed, "val"))
-        self._test = _views(splits.test, self._mirrored(splits.test, np.arange(len(splits.test)), seed, "test"))
-        self._unseen = self._draw_unseen(seed)
+        self._splits = splits
+        self._partition, self._unseen = Partition({}), ()
+        self._train, self._val, self._test = {}, {}, {}
+        if self.num_clients:
+            self._divide(splits, base, seed)
         clients = tuple(key for key, part in self._train.items() if len(part) and key not in self._unseen)
-        if not clients:
+        if self.num_clients and not clients:
             raise ValueError(f"no client is left to train: {self.num_clients} clients, unseen {list(self._unseen)}")
         novel = tuple(range(len(base), len(splits.class_names)))
-        _, *shape = splits.train.fetch(torch.tensor([0])).shape
+        _, *shape = (splits.train if self.num_clients else splits.test).fetch(torch.tensor([0])).shape
         self._info = DataInfo(
             splits.class_names,
             (shape[0], shape[1], shape[2]),
@@ -146,6 +138,26 @@ class FederatedDataModule(lightning.LightningDataModule):
             clients,
         )
         self._ready_for = seed
+
+    def _divide(self, splits: Splits, base: np.ndarray, seed: int) -> None:
+        """Give every client its training, validation and test examples."""
+        pool, val, val_pool = self._pools(splits, base, seed)
+        labels, domains = splits.train.labels.numpy(), splits.train.domains.numpy()
+        self._partition = partition(
+            self.partitioner,
+            labels[pool],
+            domains[pool],
+            self.num_clients,
+            seed,
+            self.min_client_size,
+            self.allow_empty,
+        ).through(pool)
+        self._train = _views(splits.train, self._partition)
+        for examples in self._train.values():
+            examples.augmentation = self.augmentation
+        self._val = _views(val, self._mirrored(val, val_pool, seed, "val"))
+        self._test = _views(splits.test, self._mirrored(splits.test, np.arange(len(splits.test)), seed, "test"))
+        self._unseen = self._draw_unseen(seed)
 
     # What a run asks for. Each sets the data up if that has not been done.
 
@@ -192,7 +204,8 @@ class FederatedDataModule(lightning.LightningDataModule):
 
     def server_val(self) -> Examples:
         """Validation examples of all training clients, one after the other."""
-        return Concatenated([self.val(client) for client in self.info.clients])
+        parts = [self.val(client) for client in self.info.clients]
+        return Concatenated(parts) if parts else self._splits.test.select([])
 
     def test_sets(self) -> dict[str, Examples]:
         """Test sets by name.
@@ -269,7 +282,8 @@ class FederatedDataModule(lightning.LightningDataModule):
 
     def _known(self, client: str) -> str:
         if client not in self._train:
-            raise ValueError(f"unknown client {client!r}; keys go from '0' to '{self.num_clients - 1}'")
+            keys = f"keys go from '0' to '{self.num_clients - 1}'" if self.num_clients else "num_clients is 0"
+            raise ValueError(f"unknown client {client!r}; {keys}")
         return client
 
     @staticmethod

@@ -10,6 +10,7 @@ from fl_lightning.tasks.base import Picture
 
 if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederationLoop
+    from fl_lightning.methods.base import Reply
 
 Row = Mapping[str, float]
 
@@ -22,6 +23,9 @@ class FederationCallback:
 
     def on_stage(self, loop: FederationLoop, stage: str, done: int, total: int) -> None:
         """A phase of the round goes on: ``done`` of ``total`` parts are finished."""
+
+    def on_reply(self, loop: FederationLoop, reply: Reply) -> None:
+        """A client's reply has come in for the round after ``loop.round``, and will be reduced."""
 
     def measure(self, loop: FederationLoop) -> Row:
         """Numbers of your own for the row of the round that is just over (0: before the first), by column name.

@@ -58,8 +58,9 @@ class Evaluator:
         self.data, self.info, self.participant = data, info, participant
         self.everywhere = data.test_sets()["global"].labels
         self.tests, self.vals = (_limited(sets, limit) for sets in (data.test_sets(), data.val_sets()))
-        self.shares = {key: positions(data.test(key), self.tests["global"]) for key in (*info.clients, *data.unseen)}
-        self.held = {key: sorted(set(data.train(key).labels.tolist())) for key in info.clients}
+        self.clients = info.clients if data.info.clients else ()  # uploads may come from clients without data here
+        self.shares = {key: positions(data.test(key), self.tests["global"]) for key in (*self.clients, *data.unseen)}
+        self.held = {key: sorted(set(data.train(key).labels.tolist())) for key in self.clients}
 
     def logits(self, request: Predict, examples: Examples, round: int) -> Tensor:
         """Class scores (N, C) of a model on a set."""
@@ -99,7 +100,9 @@ class Evaluator:
         return [self.info.class_names[c] for c in classes]
 
     def _shares(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
-        row = client_scores(logits, labels, [self.shares[key] for key in self.info.clients])
+        if not self.clients:
+            return {}
+        row = client_scores(logits, labels, [self.shares[key] for key in self.clients])
         row |= self._local(logits, labels)
         if self.data.unseen:
             unseen = client_scores(logits, labels, [self.shares[key] for key in self.data.unseen])
@@ -119,7 +122,7 @@ class Evaluator:
     def personal(self, engine: Engine, method: Method, round: int) -> dict[str, float]:
         """Scores of the clients' own models: ``personal_mean/acc`` on their own shares of the test set,
         ``val_personal_mean/acc`` on their validation examples, ``personal_mean/global_acc`` on the test set of all."""
-        outputs = engine.evaluate(method.client(), method.judged(round), self.info.clients)
+        outputs = engine.evaluate(method.client(), method.judged(round), self.clients)
         if outputs is None:
             return {}
         classes = self.info.base_classes

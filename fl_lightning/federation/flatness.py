@@ -279,6 +279,8 @@ class FlatnessMeter(FederationCallback):
             try:
                 task.inputs_are_cached = False
                 task.given = {g: {n: t.to(device) for n, t in tensors.items()} for g, tensors in request.given.items()}
+                if not loop.data.info.clients:
+                    raise ValueError("FlatnessMeter needs training examples, and data.num_clients is 0")
                 pooled = Concatenated([loop.data.train(client) for client in loop.info.clients])
                 loss = self._loss(loop, task.to(device), pooled, buffers, "all")
                 yield _Point(task, request, params, buffers, loss)

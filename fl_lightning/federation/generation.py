@@ -57,8 +57,13 @@ class GenerationMeter(FederationCallback):
             return {}
         self.seen = made
         names = loop.info.class_names
+        shown = _some(made, self.per_class, len(names), loop.seed)
+        if self.grid and loop.is_main:
+            self._draw(loop, *shown)
+        if not loop.data.info.clients:  # no real image to compare with
+            return {}
         pairs = {
-            "generated": _some(made, self.per_class, len(names), loop.seed),
+            "generated": shown,
             "train": _whole(_real(loop)),
             "held_out": _whole(loop.data.test_sets()["global"].of_classes(_classes(loop))),
         }
@@ -70,8 +75,6 @@ class GenerationMeter(FederationCallback):
             enough = len(generated) > body.width(real[:1]) < len(real)
             kinds = ("KID", "FD") if enough else ("KID",)  # FD of fewer images than features says nothing
             row |= measures.feature_scores(generated, real, body, FEATURES, seed=loop.seed, measures=kinds)
-        if self.grid and loop.is_main:
-            self._draw(loop, *pairs["generated"])
         return {
             f"generation/{name}": value for name, value in row.items() if "/" not in name or name.startswith("nn_dist")
         }
@@ -125,7 +128,7 @@ def _classes(loop: FederationLoop) -> list[int]:
 
 def _real(loop: FederationLoop) -> Examples:
     """Training images of the clients and classes that take part."""
-    clients = [client for client in loop.info.clients if client not in loop.method.without]
+    clients = [client for client in loop.data.info.clients if client not in loop.method.without]
     return Concatenated([loop.data.train(client).of_classes(_classes(loop)) for client in clients])
 
 

@@ -4,11 +4,15 @@ The step is the same one: the task's own ``training_step`` and ``optimizer_step`
 Lightning's precision plugin, strategy and clipping, and the module's hooks where a task overrides them. What is left out are
 the loops' progress tracking, the data connector, the result collection and the calls of hooks that nobody overrides. The
 weights are those of the Trainer to the last bit. What it cannot do, `obstacle` names.
+
+A callback is run where it says ``runs_lean = True``: it then uses of the trainer only its counters of steps and epochs, its
+strategy and its precision plugin, and has no hooks but those below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ HOOKS = (
     "on_train_end",
     "on_fit_end",
 )
+_CALLBACK_HOOKS = (*HOOKS, "on_fit_start", "on_train_batch_start")  # of a task, these two run in any case
 # What a Trainer does for these, the lean loop does not.
 _NOT_RUN = (
     "configure_gradient_clipping",
@@ -59,8 +64,8 @@ _OURS = ("configure_optimizers", "training_step", "on_train_batch_start")
 
 def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback]) -> str | None:
     """Why a fit needs the Trainer, in half a sentence; None where the lean loop does."""
-    if callbacks:
-        return f"of the callback {type(callbacks[0]).__name__}"
+    if heavy := [callback for callback in callbacks if not _is_light(callback)]:
+        return f"of the callback {type(heavy[0]).__name__}"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         return f"of the strategy {type(trainer.strategy).__name__}"
     if trainer.precision not in ("32-true", "bf16-mixed"):  # others convert the module, or scale gradients
@@ -100,11 +105,17 @@ def fit(
     Returns:
         The optimizer, and how many steps it took.
     """
-    hooks = {name: getattr(task, name) for name in HOOKS if _overrides(task, name)}
+    hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLBACK_HOOKS}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for name in filter(partial(_overrides, callback), _CALLBACK_HOOKS):
+            hooks[name].append(partial(getattr(callback, name), trainer, task))
+    for name in HOOKS:
+        if _overrides(task, name):
+            hooks[name].append(getattr(task, name))
 
     def call(name: str, *arguments: Any) -> None:
-        if name in hooks:
-            hooks[name](*arguments)
+        for hook in hooks[name]:
+            hook(*arguments)
 
     strategy, precision = trainer.strategy, trainer.precision_plugin
     task._trainer = trainer
@@ -116,6 +127,7 @@ def fit(
     clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
     epochs: Any = trainer.fit_loop.epoch_progress.current
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    call("on_fit_start")
     task.on_fit_start()
     call("on_train_start")
     with torch.enable_grad():
@@ -124,6 +136,7 @@ def fit(
             for index, batch in enumerate(batches):
                 if not on_cpu:
                     batch = strategy.batch_to_device(batch)
+                call("on_train_batch_start", batch, index)
                 task.on_train_batch_start(batch, index)
                 outputs: list[Tensor] = []
 
@@ -170,5 +183,14 @@ def predict(trainer: Trainer, task: FederatedTask, batches: Iterable[Batch]) -> 
     return found
 
 
-def _overrides(task: FederatedTask, name: str) -> bool:
-    return getattr(type(task), name) is not getattr(LightningModule, name)
+def _overrides(owner: FederatedTask | Callback, name: str) -> bool:
+    base = Callback if isinstance(owner, Callback) else LightningModule
+    return getattr(type(owner), name) is not getattr(base, name)
+
+
+def _is_light(callback: Callback) -> bool:
+    """Whether a callback says that it can be run here, and has no hook that is not called."""
+    own = [
+        name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown")) and _overrides(callback, name)
+    ]
+    return getattr(callback, "runs_lean", False) and set(own) <= set(_CALLBACK_HOOKS)

@@ -19,12 +19,14 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.engines.base import Engine
 from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.engines.uploads import UploadsEngine
 from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.flops import FlopCount
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
+from fl_lightning.federation.uploads import SaveUploads, upload_clients, uploads_folder
 from fl_lightning.methods.base import Method, Predict
 from fl_lightning.tasks.base import FederatedTask
 
@@ -54,6 +56,10 @@ class FederationLoop:
             (``round/flops``); for the serial engine.
         callbacks: Watchers of the federation, for example `EarlyStop`.
         progress: Show progress: a live display on a terminal, plain lines elsewhere.
+        uploads: A folder with what clients have sent (`fl_lightning.federation.uploads`), "{seed}" in its name standing for
+            the run's seed. The replies of round 1 come from there, and no client trains in it; the clients are those
+            who have sent something. With ``data.num_clients: 0`` there is no data but the test set.
+        save_uploads: Write what the clients send in round 1 to ``uploads/`` in the run's folder.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class FederationLoop:
         count_flops: bool = False,
         callbacks: list[FederationCallback] | None = None,
         progress: bool = True,
+        uploads: str | None = None,
+        save_uploads: bool = False,
     ) -> None:
         for label, value in {
             "evaluate_every": evaluate_every,
@@ -97,6 +105,7 @@ class FederationLoop:
         self.evaluate_every, self.validate = evaluate_every, validate
         self.checkpoint_every, self.keep_last, self.monitor = checkpoint_every, keep_last, monitor
         self.num_threads, self.eval_batch_size, self.progress = num_threads, eval_batch_size, progress
+        self.uploads, self.save_uploads = uploads, save_uploads
         self.callbacks: list[FederationCallback] = list(callbacks or [])
         self.history: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
@@ -117,11 +126,18 @@ class FederationLoop:
         data.use_seed(seed)
         data.setup()
         self.data = data
-        self.assemble_model(method, model, data.info, trainer, seed, data.batch_size)
+        info, folder = data.info, None
+        if self.uploads is not None:
+            folder = uploads_folder(self.uploads, seed)
+            info = replace(info, clients=upload_clients(folder, info.clients))
+        elif not info.clients:
+            raise ValueError("data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder")
+        self.assemble_model(method, model, info, trainer, seed, data.batch_size)
         self.memory = MemoryStore()
-        self.engine: Engine = SerialEngine(self.participant, data, self.memory)
+        engine = SerialEngine(self.participant, data, self.memory)
         if self.engine_name == "vectorized":
-            self.engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients)
+            engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients)
+        self.engine: Engine = UploadsEngine(engine, folder) if folder is not None else engine
         self.evaluator = Evaluator(data, self.info, self.participant, self.eval_batch_size if self.dry_run else None)
 
     def assemble_model(
@@ -180,6 +196,8 @@ class FederationLoop:
         self.folder = CheckpointFolder(run_folder / "checkpoints", self.keep_last) if run_folder else None
         self._committed: tuple[int, dict[str, Any]] | None = None
         self._on_disk = -1
+        if self.save_uploads and run_folder is not None:
+            self.callbacks.append(SaveUploads(run_folder / "uploads"))
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round
@@ -220,6 +238,7 @@ class FederationLoop:
                 method.weight,
                 lambda client: method.addressed(round, client),
                 lambda client: self._call("on_stage", f"client {client}", next(done), len(cohort)),
+                lambda reply: self._call("on_reply", reply),
             )
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))

@@ -34,9 +34,10 @@ class Recorder(FederationCallback):
     def on_start(self, loop: FederationLoop) -> None:
         if not loop.is_main:
             return
-        loop.data.partition.save(self.folder / "partition.json")
         data = loop.data
-        self._figure("partition", plot_counts(data.counts(), data.class_names, data.partition.clients), 0)
+        if data.partition.clients:
+            data.partition.save(self.folder / "partition.json")
+            self._figure("partition", plot_counts(data.counts(), data.class_names, data.partition.clients), 0)
         if loop.history:
             self._rewrite(loop.history)  # a resumed run goes on where its checkpoint stands
 

@@ -103,8 +103,9 @@ class OneShotDistillation(Method):
         return Message(round, SERVER, {"model": self.initial}, {"num_classes": float(self.info.num_classes)})
 
     def uplink(self, round: int) -> dict[str, Group]:
-        groups = {"model": Group("artifact", reduce=Keep())}
-        return groups | ({"counts": Group("rows", reduce=Keep())} if self.wants_counts else {})
+        groups = {"model": Group("artifact", Keep(), like=self.initial)}
+        counts = {"counts": torch.zeros(self.info.num_classes, dtype=torch.int64)}
+        return groups | ({"counts": Group("rows", Keep(), like=counts)} if self.wants_counts else {})
 
     # ---- the server
 

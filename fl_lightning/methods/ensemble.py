@@ -65,7 +65,7 @@ class OneShotEnsemble(Method):
         return Message(round, SERVER, {"model": self.initial})
 
     def uplink(self, round: int) -> dict[str, Group]:
-        return {"model": Group("artifact", reduce=Keep())}
+        return {"model": Group("artifact", Keep(), like=self.initial)}
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
         self.models = dict(total.groups["model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -44,26 +45,7 @@ class TimmModel(nn.Module):
             raise ValueError(f"lora_alpha is {lora_alpha}; it must be above 0")
         if not 0 <= lora_dropout < 1:
             raise ValueError(f"lora_dropout is {lora_dropout}; it must be in [0, 1)")
-        import timm
-
-        if not timm.is_model(name):
-            raise ValueError(f"name is {name!r}; it must be a model of timm, see timm.list_models()")
-        options = {} if img_size is None else {"img_size": img_size}
-        try:
-            self.model = timm.create_model(
-                name, pretrained, num_classes=num_classes, in_chans=input_shape[0], **options
-            )
-        except TypeError as error:
-            if img_size is None:
-                raise
-            raise ValueError(f"img_size is {img_size}; {name} takes none, it must be null ({error})") from error
-        if self.model.default_cfg.get("fixed_input_size"):
-            side = img_size or self.model.default_cfg["input_size"][-1]
-            if tuple(input_shape[1:]) != (side, side):
-                raise ValueError(
-                    f"input_shape is {tuple(input_shape)}; {name} takes {side} x {side}: set data.image_size: {side}, "
-                    f"or the network's img_size"
-                )
+        self.model = create_timm(input_shape, num_classes, name, pretrained, img_size)
         if lora_rank:
             self._adapt(lora_rank, lora_alpha, lora_dropout, list(lora_targets))
 
@@ -85,3 +67,36 @@ class TimmModel(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Class scores (B, num_classes) of images (B, C, H, W)."""
         return self.model(input)
+
+
+def create_timm(
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    name: str,
+    pretrained: bool = False,
+    img_size: int | None = None,
+) -> Any:
+    """A model of timm that takes images of ``input_shape``; arguments as for `TimmModel`.
+
+    Raises:
+        ValueError: An unknown name, or images of another size than the model takes.
+    """
+    import timm
+
+    if not timm.is_model(name):
+        raise ValueError(f"name is {name!r}; it must be a model of timm, see timm.list_models()")
+    options = {} if img_size is None else {"img_size": img_size}
+    try:
+        model = timm.create_model(name, pretrained, num_classes=num_classes, in_chans=input_shape[0], **options)
+    except TypeError as error:
+        if img_size is None:
+            raise
+        raise ValueError(f"img_size is {img_size}; {name} takes none, it must be null ({error})") from error
+    if model.default_cfg.get("fixed_input_size"):
+        side = img_size or model.default_cfg["input_size"][-1]
+        if tuple(input_shape[1:]) != (side, side):
+            raise ValueError(
+                f"input_shape is {tuple(input_shape)}; {name} takes {side} x {side}: set data.image_size: {side}, "
+                f"or the network's img_size"
+            )
+    return model

@@ -5,6 +5,7 @@ from fl_lightning.tasks.classification import ClassificationTask
 from fl_lightning.tasks.clip import ClipPretrainTask, ClipTask
 from fl_lightning.tasks.diffusion import DiffusionTask
 from fl_lightning.tasks.generator import CVAETask, GaussianTask, GeneratorTask
+from fl_lightning.tasks.inversion import InversionTask
 
 __all__ = [
     "Batch",
@@ -16,4 +17,5 @@ __all__ = [
     "FederatedTask",
     "GaussianTask",
     "GeneratorTask",
+    "InversionTask",
 ]

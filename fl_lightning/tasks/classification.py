@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +47,12 @@ class ClassificationTask(FederatedTask):
         with owned_global_rng(seed, "model", "init"):
             self.network = self.make_network(info.input_shape, info.num_classes)
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """Class scores (B, C) of images (B, channels, H, W) in [0, 1]."""
-        return self.network((inputs - self.mean) / self.std)
+    def logits(self, inputs: Tensor, **options: Any) -> Tensor:
+        """Class scores (B, C) of images (B, channels, H, W) in [0, 1]; options go to the network (``keep``)."""
+        return self.network((inputs - self.mean) / self.std, **options)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.logits(inputs)
+    def forward(self, inputs: Tensor, **options: Any) -> Tensor:
+        return self.logits(inputs, **options)
 
     def loss(self, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(batch.inputs), batch.labels)

@@ -45,6 +45,8 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     (folder / "samples.png").write_bytes(b"a picture of what was drawn")
     (folder / "pictures" / "client_1").mkdir(parents=True)
     (folder / "pictures" / "client_1" / "factory_3_samples_0000100.png").write_bytes(b"of its training")
+    (folder / "uploads").mkdir()
+    (folder / "uploads" / "1.safetensors").write_bytes(b"a factory")
     assert "1" in before["method"]["factories"]
     main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--verify"])
     said = capsys.readouterr().out
@@ -55,6 +57,7 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     assert report["sha256"] == report["never_joined_sha256"]
     assert not (folder / "samples.png").exists()
     assert not (folder / "pictures").exists()
+    assert not (folder / "uploads").exists()
     for checkpoint in sorted((folder / "checkpoints").iterdir()):
         state, _ = read_checkpoint(checkpoint)
         assert set(state["method"]["factories"]) == {"0", "2", "3"}

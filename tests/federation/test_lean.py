@@ -95,6 +95,64 @@ def test_a_tasks_own_hooks_run_in_lightnings_order() -> None:
     assert len(orders[0]) == 2 * 2 + 2 * 5 * 2 + 3
 
 
+class Light(Callback):
+    """Writes down its hooks, and asks to be run by the lean loop too."""
+
+    runs_lean = True
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append("light fit start")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append("light start")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(
+            ("light batch start", len(batch.inputs), batch_idx, trainer.global_step, trainer.current_epoch)
+        )
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(("light step", pl_module.num_gradients))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("light batch", batch_idx, trainer.global_step))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append("light end")
+
+
+class Heavy(Light):
+    """Has a hook that the lean loop does not call."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.seen.append("heavy setup")
+
+
+def test_light_callbacks_run_in_lightnings_order_and_heavy_ones_need_the_trainer() -> None:
+    from federation.tiny import data, linear, sgd
+
+    from fl_lightning.methods.base import Fit
+
+    def order(callback: Callback, client_loop: Any) -> list[Any]:
+        built = Watched(linear, sgd(), mean=[0.0], std=[1.0])
+        built.build(data((7,)).info, 0)
+        worker = Participant({"model": built}, {**CPU, "max_epochs": 2}, 4, 0, client_loop=client_loop)
+        worker.execute(Fit("model", data((7,)).train("0"), callbacks=(callback,)), 1, "0")
+        return Watched.seen
+
+    orders = []
+    for client_loop in ("lean", "trainer"):
+        Watched.seen = []
+        orders.append(order(Light(Watched.seen), client_loop))
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 2 * 2 + 2 * 5 * 2 + 3 + 3 + 3 * 2 * 2  # the task's own, as above, and the callback's
+    with pytest.raises(ValueError, match="needs Lightning's Trainer because of the callback Heavy"):
+        order(Heavy([]), "lean")
+
+
 class Idle(Callback):
     """Does nothing."""
 

@@ -33,9 +33,9 @@ class Total:
     bytes_down: int = 0
     pictures: dict[str, tuple[Picture, ...]] = field(default_factory=dict)
 
-    def take(self, reply: Reply, received: Message, weight: float) -> float:
-        """Count a reply and add its numbers, weighted; returns the weight."""
-        self.bytes_down += received.nbytes
+    def take(self, reply: Reply, received: Message | None, weight: float) -> float:
+        """Count a reply, to what was received (None: to nothing), and add its numbers, weighted; returns the weight."""
+        self.bytes_down += received.nbytes if received is not None else 0
         self.bytes_up += reply.message.nbytes
         self.examples[reply.message.sender] = reply.message.num_examples
         if reply.pictures:
@@ -71,8 +71,10 @@ class Engine(ABC):
         weight: Weight,
         addressed: Addressed,
         progress: Callable[[str], None],
+        accepted: Callable[[Reply], None],
     ) -> Total:
-        """One round at the clients; ``progress`` is called with each client's key as it starts."""
+        """One round at the clients; ``progress`` is called with each client's key as it starts, ``accepted`` with each
+        reply before it is reduced."""
 
     @abstractmethod
     def evaluate(

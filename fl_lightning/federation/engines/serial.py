@@ -59,12 +59,14 @@ class SerialEngine(Engine):
         weight: Weight,
         addressed: Addressed,
         progress: Callable[[str], None],
+        accepted: Callable[[Reply], None],
     ) -> Total:
         total = Total(clients=tuple(cohort))
         reducer, weights, memories = BlockReducer(uplink, weight), 0.0, {}
         before = self.participant.num_gradients
         for number, (reply, received) in enumerate(self.replies(program, message, cohort, addressed, progress), 1):
             check_reply(reply, uplink)
+            accepted(reply)
             reducer.add(reply.message)
             if number % BLOCK_SIZE == 0:
                 reducer.close_block()
@@ -85,7 +87,7 @@ class SerialEngine(Engine):
         cohort: Sequence[str],
         addressed: Addressed,
         progress: Callable[[str], None],
-    ) -> Iterator[tuple[Reply, Message]]:
+    ) -> Iterator[tuple[Reply, Message | None]]:
         """Replies in the order of the cohort, each with what its client had received."""
         for key in cohort:
             progress(key)

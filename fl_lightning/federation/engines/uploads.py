@@ -1,0 +1,54 @@
+"""Clients who are not there: what they sent once lies in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.federation.engines.base import Addressed, Total
+from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.uploads import FIRST, check_uploads, read_upload
+from fl_lightning.message import Group, Message
+from fl_lightning.methods.base import ClientProgram, Reply
+
+
+class UploadsEngine(SerialEngine):
+    """The replies of round 1 are read from a folder, at no cost on the way down; later rounds run as ever.
+
+    Args:
+        later: Runs the later rounds, and personalised evaluation.
+        folder: See `fl_lightning.federation.uploads`.
+    """
+
+    def __init__(self, later: SerialEngine, folder: Path) -> None:
+        super().__init__(later.participant, later.data, later.memory)
+        self.later, self.folder = later, folder
+
+    def run(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        uplink: Mapping[str, Group],
+        *rest: Any,
+    ) -> Total:
+        if message.round == FIRST:
+            check_uploads(self.folder, cohort, uplink)
+        self._uplink = uplink
+        return super().run(program, message, cohort, uplink, *rest)
+
+    def replies(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        addressed: Addressed,
+        progress: Callable[[str], None],
+    ) -> Iterator[tuple[Reply, Message | None]]:
+        if message.round > FIRST:
+            yield from self.later.replies(program, message, cohort, addressed, progress)
+            return
+        for key in cohort:
+            progress(key)
+            yield read_upload(self.folder, key, self._uplink)[0], None
