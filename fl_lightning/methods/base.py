@@ -137,41 +137,6 @@ class Training:
         return Fit(task, data, start, given, callbacks=own, overrides={**budget, **overrides}, key=key)
 
 
-@dataclass(frozen=True)
-class Training:
-    """The budget of a local training.
-
-    Attributes:
-        steps: Optimizer steps, at least 1.
-        batch_size: Images a step, at least 1; never more than there are.
-        cosine: Let the learning rate fall along a cosine to 0.
-    """
-
-    steps: int
-    batch_size: int
-    cosine: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-
-    def fit(
-        self,
-        task: str,
-        data: Examples,
-        start: Tensors | None,
-        key: tuple[object, ...],
-        callbacks: Sequence[Callback] = (),
-        given: Groups = MappingProxyType({}),
-        **overrides: float,
-    ) -> Fit:
-        """The request. Callbacks are copied, since they may hold state; ``overrides`` are further ones of the fit."""
-        own = (*map(copy.deepcopy, callbacks), *((CosineRate(self.steps),) if self.cosine else ()))
-        budget = {"max_steps": self.steps, "max_epochs": UNLIMITED, "batch_size": min(self.batch_size, len(data))}
-        return Fit(task, data, start, given, callbacks=own, overrides={**budget, **overrides}, key=key)
-
-
 Steps = Generator[Fit | Predict, Result, Any]
 
 

@@ -35,6 +35,7 @@ from fl_lightning.report import tables
 
 Values = dict[str, float]
 COSTS = ("kB up per round", "kB down per round", "MB in all", "gradients", "TFLOP", "seconds", "CPU seconds")
+UPLOADS = "uploads"  # in the folder of a run that saves them
 OPTIONAL = {"gradients": "round/gradients", "TFLOP": "round/flops", "CPU seconds": "time/cpu"}  # not in every record
 SPENT = ("round", "gradients", "MB in all", "seconds")  # on the way to a target
 AT = r"(first|last|mean:[1-9]\d*|(best|lowest):.+|(reach|fall):.+:[^:]+)"
@@ -71,6 +72,8 @@ class Variant:
             most). Round 0 counts; of equals the earliest. "mean:<n>": the last value of every column, and the mean over
             the last n rounds where it stands in several. A seed that does not get there is left out, and the row says so.
         runs_of: Another variant whose runs are read; then this one has no runs, and no options, of its own.
+        uploads_of: Another variant, not tuned, from whose clients' uploads (``federation.save_uploads``) this one's
+            runs start, seed by seed, in place of clients; they wait until its run is there.
         grid: Fields of the study's ``grid`` that differ for this variant; null: this variant is not tuned.
     """
 
@@ -78,6 +81,7 @@ class Variant:
     set: dict[str, Any] = field(default_factory=dict)
     at: str = "last"
     runs_of: str | None = None
+    uploads_of: str | None = None
     grid: dict[str, Any] | None = field(default_factory=dict)
 
 
@@ -147,6 +151,10 @@ class Study:
                     raise ValueError(f"variants.{name}.runs_of is {row.runs_of!r}; allowed: {', '.join(owners)}")
                 if row != Variant(at=row.at, runs_of=row.runs_of):
                     raise ValueError(f"variants.{name} reads runs of {row.runs_of!r}; it can have no options but 'at'")
+            if row.uploads_of is not None:
+                makers = [n for n, o in self.rows.items() if o.runs_of is o.uploads_of is None and not self.grids[n]]
+                if row.uploads_of not in makers:
+                    raise ValueError(f"variants.{name}.uploads_of is {row.uploads_of!r}; allowed: {', '.join(makers)}")
 
     def _grid(self, name: str, change: Mapping[str, Any] | None) -> Grid | None:
         if change is None or (self.grid is None and not change):
@@ -208,7 +216,7 @@ class Comparison:
         self.failed: dict[str, str] = {}
         self._broken: set[str] = set()
         self._configs: dict[tuple[str, str], dict[str, Any]] = {}
-        self._runs: dict[tuple[str, int, str], Run] = {}
+        self._runs: dict[tuple[str, int, str, str], Run] = {}
         self._rows: dict[str, list[Values]] = {}
         self._took: list[float] = []
         self.finished, self.unfinished = index_runs(self.output)
@@ -229,7 +237,8 @@ class Comparison:
 
     def run(self, name: str, seed: int, value: Any) -> Run:
         """The run of a variant with a seed and a value of its grid."""
-        key = (name, seed, repr(value))
+        uploads = self._uploads(name, seed)
+        key = (name, seed, repr(value), str(uploads))
         if key not in self._runs:
             study, row, grid = self.study, self.study.rows[name], self.study.grids[name]
             given = {**study.set, **row.set, **({k: value for k in grid.keys} if grid else {})}
@@ -240,9 +249,24 @@ class Comparison:
             if (name, repr(value)) not in self._configs:  # a second or so each: the parser is built anew
                 self._configs[name, repr(value)] = full_config(name, arguments)
             # The seed is an integer in every configuration, and nothing in a configuration depends on it.
-            found = _hash({**self._configs[name, repr(value)], "seed_everything": seed})
-            self._runs[key] = Run(name, seed, value, ("fit", *arguments, "--seed_everything", str(seed)), found)
+            config = {**self._configs[name, repr(value)], "seed_everything": seed}
+            if uploads is not None:
+                arguments += ["--federation.uploads", str(uploads)]
+                config["federation"] = {**config["federation"], "uploads": str(uploads)}
+            self._runs[key] = Run(name, seed, value, ("fit", *arguments, "--seed_everything", str(seed)), _hash(config))
         return self._runs[key]
+
+    def _uploads(self, name: str, seed: int) -> Path | None:
+        """Where a variant's runs with this seed find their uploads, existing or not; None where they have clients."""
+        maker = self.study.rows[name].uploads_of
+        if maker is None:
+            return None
+        return self.finished.get(self.run(maker, seed, None).hash, Path()) / UPLOADS
+
+    def ready(self, run: Run) -> bool:
+        """Whether what a run starts from is there."""
+        maker = self.study.rows[run.variant].uploads_of
+        return maker is None or self.run(maker, run.seed, None).hash in self.finished
 
     def tuning(self, name: str) -> list[Run]:
         """Runs that decide on the grid's value; none if there is nothing to decide."""
@@ -311,6 +335,8 @@ class Comparison:
                     if len(busy) == self.study.jobs:
                         break
                     if self.settled(run) or any(run.hash == other.hash for other, _, _ in running.values()):
+                        continue
+                    if not self.ready(run):
                         continue
                     slot = min(set(range(self.study.jobs)) - busy)
                     if slot not in pools:

@@ -197,6 +197,7 @@ def test_what_the_parser_refuses_is_refused_before_anything_runs(
         ),
         ({"variants": {"a": None, "b": Variant(runs_of="c")}}, "runs_of is 'c'; allowed: a"),
         ({"variants": {"a": None, "b": Variant(runs_of="a", set={"x": 1})}}, "no options but 'at'"),
+        ({"grid": None, "variants": {"a": None, "b": Variant(uploads_of="b")}}, "uploads_of is 'b'; allowed: a"),
         ({"variants": {"a": Variant(grid={"value": [1]})}}, "'value'.*allowed: .*'values'"),
         ({"variants": {"a": Variant(grid={"values": []})}}, "grid.values of variant 'a' is empty"),
     ],
@@ -317,3 +318,20 @@ def test_pick_is_by_the_mean_over_tuning_seeds_and_leaves_out_what_diverged_or_f
     comparison._broken.add(tuning[-1].hash)
     assert comparison.pick("a") == [2]
     assert [run.label for run in comparison.wanted()][-1] == "a seed 0 value 2"
+
+
+def test_a_variant_starts_from_another_ones_uploads(tmp_path: Path) -> None:
+    """It waits for them, seed by seed, and is the run that trained them: server work on the same models."""
+    variants = {
+        "second": {"set": {"method.init_args.combine": "mean"}, "uploads_of": "first"},
+        "first": {"set": {"federation.save_uploads": True}},
+    }
+    ensemble = {"base": [str(CONFIGS / "ensemble.yaml")], "grid": None, "baseline": None, "variants": variants}
+    options = {key: value for key, value in STUDY["set"].items() if key.startswith(("data", "trainer"))}
+    command_line(write_study(tmp_path, **ensemble, set=options, metrics=["global/acc", "comm/bytes_up"], curves=[]))
+    rows = list(csv.DictReader((tmp_path / "lightning_logs" / "compare" / "tiny" / "runs.csv").open()))
+    sent = {(row["variant"], row["seed"]): row["comm/bytes_up"] for row in rows}
+    assert len(sent) == 4
+    assert all(sent["first", seed] == sent["second", seed] for seed in "01")
+    configs = [path.read_text() for path in (tmp_path / "lightning_logs" / "tiny" / "second").glob("*/config.yaml")]
+    assert len({yaml.safe_load(text)["federation"]["uploads"] for text in configs}) == 2
