@@ -13,7 +13,8 @@ import struct
 import warnings
 import zipfile
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_lightning.data import images
-from fl_lightning.data.examples import Examples, TensorExamples, Transformed
+from fl_lightning.data.examples import Concatenated, Examples, TensorExamples, Transformed
 from fl_lightning.data.partition import stratified_take
 from fl_lightning.data.source import Source, Splits
 from fl_lightning.rng import numpy_generator, torch_generator
@@ -804,6 +805,86 @@ def _all_exist(rows: list[tuple[Path, int, int, str]], table: Path) -> list[tupl
             "put them there or correct the paths"
         )
     return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A public part
+
+Variant = Literal["none", "rotate90", "mirror"]
+_VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {  # partials, not lambdas: examples may be sent to another process
+    "none": torch.clone,
+    "rotate90": partial(torch.rot90, dims=(-2, -1)),
+    "mirror": partial(torch.flip, dims=(-1,)),
+}
+
+
+class PublicSplit(Source):
+    """One of two parts of a source's training images: a public one, on which a backbone may be trained in advance, and the
+    clients'. No image is in both, and none of either is a test image.
+
+    The source is loaded with this seed, not with the run's: whatever seed a run has, it meets no image of a part that a
+    shipped backbone was trained on. So test images are the same in all runs; how clients divide theirs is not.
+
+    Args:
+        source: Where the examples come from.
+        fraction: Share of the training images that is public, in (0, 1), stratified by domain and class.
+        part: "public" or "clients".
+        seed: Of the split, and of what the source draws.
+        variants: Of the public part: every image becomes one for each of these, "none" (as it is), "rotate90" (against the
+            clock, square images only) and "mirror" (left and right exchanged), and each is a class of its own, in training
+            and test images alike: whoever tells them apart looks at more than is needed to tell C classes. With V variants
+            there are C x V classes, first the C of the first variant. Null leaves images as they are.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        fraction: float = 0.35,
+        part: Literal["public", "clients"] = "clients",
+        seed: int = 0,
+        variants: list[Variant] | None = None,
+    ) -> None:
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
+        if part not in ("public", "clients"):
+            raise ValueError(f"part must be 'public' or 'clients', got {part!r}")
+        if variants is not None and part == "clients":
+            raise ValueError(f"variants must be null for the clients' part, got {variants}")
+        if variants is not None and (
+            not variants or set(variants) - _VARIANTS.keys() or len(set(variants)) < len(variants)
+        ):
+            raise ValueError(f"variants must be some of {list(_VARIANTS)}, none of them twice, got {variants}")
+        self.source, self.fraction, self.part, self.seed, self.variants = source, fraction, part, seed, variants
+
+    def load(self, *, image_size: int | None, channels: int | None, seed: int) -> Splits:
+        splits = self.source.load(image_size=image_size, channels=channels, seed=self.seed)
+        labels, domains = splits.train.labels.numpy(), splits.train.domains.numpy()
+        draw = numpy_generator(self.seed, "source", "public")
+        public, rest = stratified_take(labels, domains, self.fraction, draw)
+        if self.part == "clients":
+            return replace(splits, train=splits.train.select(rest))
+        train = splits.train.select(public)
+        if self.variants is None:
+            return replace(splits, train=train)
+        names = splits.class_names
+        if "rotate90" in self.variants and len({*train.fetch(torch.tensor([0])).shape[2:]}) > 1:
+            raise ValueError("variants have 'rotate90', which needs square images: give image_size")
+        all_names = [name if kind == "none" else f"{name} {kind}" for kind in self.variants for name in names]
+        return Splits(
+            self._varied(train, len(names)),
+            self._varied(splits.test, len(names)),
+            tuple(all_names),
+            splits.domain_names,
+            None if splits.val is None else self._varied(splits.val, len(names)),
+        )
+
+    def _varied(self, examples: Examples, num_classes: int) -> Examples:
+        parts = []
+        for number, kind in enumerate(self.variants or ()):
+            part = Transformed(examples, _VARIANTS[kind])
+            part.labels = examples.labels + number * num_classes
+            parts.append(part)
+        return Concatenated(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

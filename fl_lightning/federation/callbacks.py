@@ -57,10 +57,11 @@ class ExportModel(FederationCallback):
 
     Args:
         path: The file; its folder exists.
+        half: Write float16, as a tiny CLIP's weights always are.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, half: bool = False) -> None:
+        self.path, self.half = path, half
 
     def on_end(self, loop: FederationLoop) -> None:
         request = loop.method.evaluations().get("")
@@ -68,7 +69,7 @@ class ExportModel(FederationCallback):
             raise ValueError(f"{type(loop.method).__name__} has no global model to export")
         if loop.is_main:
             loop.model.load(request.start)
-            loop.model.export(self.path)
+            loop.model.export(self.path, self.half)
 
 
 class EarlyStop(FederationCallback):

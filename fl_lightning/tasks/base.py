@@ -205,9 +205,12 @@ class FederatedTask(LightningModule):
         """Means over the fit that just ended."""
         return {"loss": float(self.loss_sum) / max(self.num_losses, 1)}
 
-    def export(self, path: str) -> None:
-        """Write the weights as they are now to a safetensors file, names as in the state dict."""
-        save_file({name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}, path)
+    def export(self, path: str, half: bool = False) -> None:
+        """Write the weights as they are now to a safetensors file, names as in the state dict; ``half``: as float16."""
+        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        if half:
+            state = {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+        save_file(state, path)
 
     def preprocessing(self) -> dict[str, Any]:
         """What images must look like for this task, for the checkpoint: JSON values."""

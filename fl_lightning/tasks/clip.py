@@ -368,8 +368,8 @@ class ClipPretrainTask(FederatedTask):
         captions = self.clip.text(self.tokens[number])
         return symmetric_contrastive(self.clip.visual(batch.inputs), captions, batch.labels, self.clip.logit_scale)
 
-    def export(self, path: str) -> None:
-        """Write float16 weights that ``ClipTask(pretrained=path)`` takes."""
+    def export(self, path: str, half: bool = True) -> None:
+        """Write weights that ``ClipTask(pretrained=path)`` takes: float16 always."""
         export_clip(self.clip, path)
 
     def logits(self, inputs: Tensor) -> Tensor:

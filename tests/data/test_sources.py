@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 from fl_lightning.data import sources
+from fl_lightning.data.examples import TensorExamples
+from fl_lightning.data.source import Source, Splits
 from fl_lightning.data.sources import (
     IDX,
     Digits,
@@ -20,6 +22,7 @@ from fl_lightning.data.sources import (
     ImageFolder,
     Manifest,
     MedMNIST,
+    PublicSplit,
     Torchvision,
 )
 
@@ -485,3 +488,77 @@ def test_examples_can_be_sent_to_another_process(monkeypatch, lazily):
         monkeypatch.setattr(sources, "IN_MEMORY_BYTES", 0)
     test = load(Digits(), 9).test
     assert torch.equal(everything(pickle.loads(pickle.dumps(test))), everything(test))
+
+
+def as_rows(examples):
+    return {tuple(row) for row in everything(examples).flatten(1).tolist()}
+
+
+class Numbered(Source):
+    """Training and test images that hold nothing but their own number; 3 classes, 2 domains."""
+
+    def load(self, *, image_size, channels, seed):
+        drawn = torch.randperm(300, generator=torch.Generator().manual_seed(seed)).float().div_(1000)
+        pixels = drawn[:, None, None, None] + torch.arange(4.0).view(1, 1, 2, 2) * 10
+        labels, domains = torch.arange(300) % 3, torch.arange(300) // 3 % 2
+        whole = TensorExamples(pixels, labels, domains)
+        return Splits(whole.select(range(240)), whole.select(range(240, 300)), ("a", "b", "c"), ("d", "e"))
+
+
+def test_the_public_part_and_the_clients_part_are_disjoint_cover_and_are_stratified():
+    whole = Numbered().load(image_size=None, channels=None, seed=4)
+    public, clients = (load(PublicSplit(Numbered(), 0.25, part, seed=4)) for part in ("public", "clients"))
+    assert (len(public.train), len(clients.train)) == (60, 180)
+    assert not as_rows(public.train) & as_rows(clients.train)
+    assert as_rows(public.train) | as_rows(clients.train) == as_rows(whole.train)
+    for splits, count in ((public, 10), (clients, 30)):
+        strata = splits.train.labels * 2 + splits.train.domains
+        assert strata.bincount().tolist() == [count] * 6
+        assert torch.equal(everything(splits.test), everything(whole.test))
+        assert not as_rows(splits.train) & as_rows(splits.test)
+        assert (splits.class_names, splits.domain_names) == (whole.class_names, whole.domain_names)
+
+
+def test_the_split_is_its_own_seeds_whatever_the_run_s():
+    first, again = (load(PublicSplit(Numbered(), 0.25, "public"), seed=seed) for seed in (0, 1))
+    assert torch.equal(everything(first.train), everything(again.train))
+    assert torch.equal(everything(first.test), everything(again.test))
+    other = load(PublicSplit(Numbered(), 0.25, "public", seed=1), seed=0)
+    assert as_rows(other.train) != as_rows(first.train)
+
+
+def test_variants_make_classes_of_their_own():
+    plain = load(PublicSplit(Numbered(), 0.25, "public"))
+    varied = load(PublicSplit(Numbered(), 0.25, "public", variants=["none", "rotate90", "mirror"]))
+    assert varied.class_names == ("a", "b", "c", *(f"{c} {v}" for v in ("rotate90", "mirror") for c in "abc"))
+    for found, source in ((varied.train, plain.train), (varied.test, plain.test)):
+        pixels = everything(source)
+        assert torch.equal(found.labels, torch.cat([source.labels, source.labels + 3, source.labels + 6]))
+        assert torch.equal(found.domains, source.domains.repeat(3))
+        as_is, turned, mirrored = everything(found).chunk(3)
+        assert torch.equal(as_is, pixels)
+        # [[0, 1], [2, 3]] against the clock is [[1, 3], [0, 2]], mirrored [[1, 0], [3, 2]].
+        assert torch.equal(turned.flatten(1), pixels.flatten(1)[:, [1, 3, 0, 2]])
+        assert torch.equal(mirrored.flatten(1), pixels.flatten(1)[:, [1, 0, 3, 2]])
+    oblong = FakeImages(num_classes=2, image_size=6)
+    oblong.load = lambda **_: Splits(*[TensorExamples(torch.zeros(8, 1, 4, 6), torch.zeros(8))] * 2, ("a",))
+    with pytest.raises(ValueError, match="'rotate90', which needs square images"):
+        load(PublicSplit(oblong, 0.5, "public", variants=["rotate90"]))
+    one = load(PublicSplit(Numbered(), 0.25, "public", variants=["mirror"]))
+    assert one.class_names == ("a mirror", "b mirror", "c mirror")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"fraction": 1.0}, r"fraction must be between 0 and 1, got 1.0"),
+        ({"part": "private"}, "part must be 'public' or 'clients', got 'private'"),
+        ({"variants": ["mirror"]}, "variants must be null for the clients' part"),
+        ({"part": "public", "variants": []}, "variants must be some of"),
+        ({"part": "public", "variants": ["mirror", "mirror"]}, "none of them twice"),
+        ({"part": "public", "variants": ["upside"]}, "variants must be some of"),
+    ],
+)
+def test_public_splits_that_make_no_sense_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        PublicSplit(Numbered(), **options)
