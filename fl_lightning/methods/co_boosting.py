@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
-from fl_lightning.data.examples import DataInfo
+from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.losses.adversarial import disagreement, hard_cross_entropy
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.message import Tensors
@@ -262,26 +262,25 @@ class CoBoosting(GeneratorDistillation):
             given = {**self.weighted_teachers, "student": self.student}
             found = self.train_generator(server, labels, start, given, self.generator_steps, epoch)
             self.keep(found.buffers["best"], labels)  # 3.
-            assert self.bank is not None
+            pool = self.pool()
             if epoch > 0:
-                self.weights = self.move_weights(server, epoch)  # 4.
+                self.weights = self.move_weights(server, pool, epoch)  # 4.
             seed = derive_seed(server.seed, server.round, SERVER, "directions", epoch)
             step = DiverseSamples(self.asked, self.combine, self.epsilon, self.temperature, seed)
             passes = range(1, self.epochs + 1)  # the pool of epoch e is e batches
-            numbers |= self.learn(server, self.bank, epoch, passes, (step,), self.weighted_teachers)  # 5.
+            numbers |= self.learn(server, pool, epoch, passes, (step,), self.weighted_teachers)  # 5.
             numbers["server/generator_loss"] = float(found.buffers["lowest"])
         clients = sorted(self.uploads)
         return numbers | {f"server/weight_{c}": float(w) for c, w in zip(clients, self.weights, strict=True)}
 
-    def move_weights(self, server: Server, epoch: int) -> Tensor:
+    def move_weights(self, server: Server, pool: Examples, epoch: int) -> Tensor:
         """Step 4: w <- clip(w - mu 0.99^e sign(gradient of CE(z_w(x), y)), 0, 1) for every batch of the pool."""
-        assert self.bank is not None
         overrides = {
             "max_epochs": self.weight_passes,
             "batch_size": self.student_training.batch_size,
             "lr": self.mu * 0.99**epoch,
         }
-        fit = Fit("weights", self.bank, {"weights": self.weights}, self.teachers, (), (), overrides, ("weights", epoch))
+        fit = Fit("weights", pool, {"weights": self.weights}, self.teachers, (), (), overrides, ("weights", epoch))
         return server.fit(fit).params["weights"]
 
     def evaluations(self) -> dict[str, Predict]:

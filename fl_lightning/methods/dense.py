@@ -152,8 +152,7 @@ class DENSE(GeneratorDistillation):
             found = self.train_generator(server, labels, start, given, self.generator_steps, epoch)  # 3.
             new = self.keep(found.buffers["best"], labels)  # 4.
             soft.append(self.soft_labels(server, new, ("soft", epoch)))
-            assert self.bank is not None
-            pool = Annotated(self.bank, {"soft": torch.cat(soft)})
+            pool = Annotated(self.pool(), {"soft": torch.cat(soft)})
             passes = range(1, self.epochs + 1)  # the pool of epoch e is e batches
             numbers |= self.learn(server, pool, epoch, passes, (Distil(self.temperature),))  # 5.
             numbers["server/generator_loss"] = float(found.buffers["lowest"])

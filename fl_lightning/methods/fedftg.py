@@ -202,4 +202,5 @@ class FedFTG(GeneratorDistillation):
             shares = [1] * self.epochs
             numbers |= self.learn(server, learnt, iteration, shares, (SoftCrossEntropy(self.class_mean),))
             numbers["server/generator_loss"] = trained.metrics["loss"]
+        self.pool()
         return numbers

@@ -129,15 +129,18 @@ class GeneratorDistillation(OneShotDistillation):
         return server.fit(fit)
 
     def keep(self, images: Tensor, labels: Tensor) -> Bank:
-        """Add an epoch's images (B, C, H, W) to the bank, by class. Returns them alone, as the bank holds them."""
-        parts = []
+        """Keep an epoch's images (B, C, H, W). Returns them alone as a bank, by class, rounded to 256 levels."""
         before = sum(len(origin.indices) for origin, _ in self.parts)
-        for label in labels.unique().tolist():
-            at = torch.nonzero(labels == label).flatten()
-            parts.append((Provenance(SERVER, label, tuple((before + at).tolist())), images[at]))
-        self.parts += parts
+        places = {label: torch.nonzero(labels == label).flatten() for label in labels.unique().tolist()}
+        origins = [Provenance(SERVER, label, tuple((before + at).tolist())) for label, at in places.items()]
+        new = Bank(zip(origins, (images[at] for at in places.values()), strict=True))
+        self.parts += zip(origins, new.inputs.split([len(at) for at in places.values()]), strict=True)
+        return new
+
+    def pool(self) -> Bank:
+        """All images that were kept so far, in the order of their epochs."""
         self.bank = Bank(self.parts)
-        return Bank(parts)
+        return self.bank
 
     def learn(
         self,

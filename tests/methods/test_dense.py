@@ -82,6 +82,8 @@ def test_two_epochs_are_those_of_a_plain_loop(network: Callable) -> None:
     assert loop.method.bank is not None
     torch.testing.assert_close(method.bank.inputs.float() / 255, pool, rtol=0, atol=1.01 / 255)  # type: ignore[union-attr]
     for name, value in student.model.items():
+        if not value.is_floating_point():  # the number of batches that a BatchNorm has seen
+            continue
         torch.testing.assert_close(method.student[name], value.detach(), rtol=1e-3, atol=1e-4)
 
 
