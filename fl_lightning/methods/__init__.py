@@ -2,6 +2,8 @@
 
 from fl_lightning.methods.averaging import FedAvg
 from fl_lightning.methods.base import ClientProgram, Fit, Method, Predict, Reply, Result
+from fl_lightning.methods.co_boosting import CoBoosting
+from fl_lightning.methods.dense import DENSE
 from fl_lightning.methods.distillation import NoiseDistillation
 from fl_lightning.methods.ensemble import OneShotEnsemble
 from fl_lightning.methods.fedacg import FedACG
@@ -10,6 +12,7 @@ from fl_lightning.methods.fedcm import FedCM
 from fl_lightning.methods.feddtl import FedDTL
 from fl_lightning.methods.feddyn import FedDyn
 from fl_lightning.methods.federated_factory import FederatedFactory
+from fl_lightning.methods.fedftg import FedFTG
 from fl_lightning.methods.fedgamma import FedGAMMA
 from fl_lightning.methods.fedgloss import FedGloSS
 from fl_lightning.methods.fedlesam import FedLESAM
@@ -24,14 +27,17 @@ from fl_lightning.methods.mofedsam import MoFedSAM
 from fl_lightning.methods.scaffold import SCAFFOLD
 
 __all__ = [
+    "DENSE",
     "SCAFFOLD",
     "ClientProgram",
+    "CoBoosting",
     "FedACG",
     "FedASAM",
     "FedAvg",
     "FedCM",
     "FedDTL",
     "FedDyn",
+    "FedFTG",
     "FedGAMMA",
     "FedGloSS",
     "FedLESAM",

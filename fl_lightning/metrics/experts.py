@@ -39,11 +39,12 @@ def product_of_experts(logits: Tensor, *, normalize: bool = False, priors: Tenso
     return (total / len(logits) if normalize else total).log_softmax(-1)
 
 
-def mean_of_experts(logits: Tensor) -> Tensor:
+def mean_of_experts(logits: Tensor, weights: Tensor | None = None) -> Tensor:
     """Log of the arithmetic mean of the experts' probabilities: a mixture instead of a product.
 
     Args:
         logits: Of E experts, (E, N, C).
+        weights: Of the experts, (E,) or for each example (E, N), >= 0, in any scale; equal ones by default.
 
     Returns:
         Log-probabilities (N, C), float64; -inf where every expert says 0.
@@ -51,13 +52,24 @@ def mean_of_experts(logits: Tensor) -> Tensor:
     Raises:
         ValueError: Another number of dimensions, or no expert.
     """
-    return _log_probabilities(logits).logsumexp(0) - math.log(len(logits))
+    log_factors = _log_probabilities(logits)
+    if weights is None:
+        return log_factors.logsumexp(0) - math.log(len(logits))
+    # Not the sum of logarithms: a weight of 0 would have no gradient.
+    largest = log_factors.detach().amax(0).clamp_min(torch.finfo(log_factors.dtype).min)
+    return (relative(weights).to(log_factors) * (log_factors - largest).exp()).sum(0).log() + largest
+
+
+def relative(weights: Tensor) -> Tensor:
+    """Weights (E,) or (E, N) as shares of their sum over experts, (E, 1 or N, 1), to multiply scores (E, N, C) with."""
+    shares = weights / weights.sum(0)
+    return shares.view(len(shares), -1, 1)
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
     if logits.ndim != 3 or len(logits) == 0:
         raise ValueError(f"logits must have shape (E >= 1, N, C), got {(*logits.shape,)}")
-    return logits.detach().double().log_softmax(-1)
+    return logits.double().log_softmax(-1)
 
 
 def _log_priors(priors: Tensor, logits: Tensor) -> Tensor:

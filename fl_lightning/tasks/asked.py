@@ -24,6 +24,11 @@ class Asked:
     def __init__(self, task: FederatedTask, own: bool = False) -> None:
         self._caller = _Caller(copy.deepcopy(task).requires_grad_(False) if own else task)
 
+    @property
+    def network(self) -> nn.Module:
+        """What is asked, for hooks."""
+        return self._caller
+
     def __call__(self, state: Tensors, output: str, inputs: Tensor, **options: Tensor) -> Tensor:
         """What the task's method ``output`` says to a batch under these parameters and persistent buffers; gradients flow to
         the inputs."""
