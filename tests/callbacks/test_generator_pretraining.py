@@ -90,6 +90,17 @@ def test_weights_have_unit_rows_after_every_step(normalise: bool) -> None:
     assert (worst < 1e-3) == normalise
 
 
+def test_weights_have_unit_rows_before_the_first_step() -> None:
+    class First(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer) -> None:  # type: ignore[no-untyped-def]
+            for layer in module.modules():
+                if isinstance(layer, MPConv):
+                    rows = layer.weight.detach().flatten(1).square().mean(1).sqrt()
+                    assert torch.allclose(rows, torch.ones(()), atol=1e-3)
+
+    fitted(GeneratorPretraining(), 1, None, First())
+
+
 @pytest.mark.parametrize("options", [{"ramp_images": 12}, {"ramp_steps": 3}])
 def test_learning_rate_follows_the_images_seen(options: dict) -> None:
     watch = Watch()
@@ -113,9 +124,13 @@ def test_broken_gradients_become_0() -> None:
     class Break(Callback):
         def on_after_backward(self, trainer, module) -> None:  # type: ignore[no-untyped-def]
             gradient = module.denoiser.backbone.input.weight.grad
-            gradient[0, 0, 0, 0], gradient[0, 0, 0, 1] = float("nan"), float("inf")
+            gradient[0, 0, :2] = torch.tensor([[torch.nan, torch.inf, -torch.inf], [7.0, 0.0, 0.0]])
 
-    result = fitted(GeneratorPretraining(ramp_images=0), 4, None, Break())
+        def on_before_optimizer_step(self, trainer, module, optimizer) -> None:  # type: ignore[no-untyped-def]
+            gradient = module.denoiser.backbone.input.weight.grad
+            assert gradient[0, 0, :2].tolist() == [[0, 0, 0], [7, 0, 0]]  # what is a number stays
+
+    result = fitted(GeneratorPretraining(None, ramp_images=0), 1, None, Break())
     assert all(value.isfinite().all() for value in result.params.values())
 
 
@@ -190,9 +205,15 @@ def test_a_conditional_generator_is_drawn_class_by_class() -> None:
 
 
 def test_accumulated_batches_count_as_one_step() -> None:
-    callback = GeneratorPretraining(0.1, ramp_images=0)
-    result = fitted(callback, 4, {"accumulate_grad_batches": 3})
+    watch, callback = Watch(), GeneratorPretraining(0.1, ramp_images=0)
+    result = fitted(callback, 4, {"accumulate_grad_batches": 3}, watch)
     assert (result.num_steps, callback.seen) == (4, 40)
+    average = watch.weights[2]
+    for step in (2, 3, 4):  # three batches, of ten images together
+        beta = power_beta(std_to_exp(0.1), 10 * step, 10)
+        average = {n: beta * average[n] + (1 - beta) * value for n, value in watch.weights[3 * step - 1].items()}
+    for name, value in average.items():
+        assert torch.allclose(result.params[name], value, atol=1e-6), name
 
 
 def test_a_second_fit_needs_a_new_one() -> None:

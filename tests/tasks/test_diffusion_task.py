@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from federation.tiny import CPU, same
@@ -13,7 +15,7 @@ from fl_lightning.federation.participant import Participant
 from fl_lightning.methods.base import Fit, Predict, Result
 from fl_lightning.models.edm2 import EDM2UNet
 from fl_lightning.rng import torch_generator
-from fl_lightning.synthesis.samplers import sample_seeds
+from fl_lightning.synthesis.samplers import integrate, latents, sample_seeds
 from fl_lightning.tasks.base import Batch
 from fl_lightning.tasks.diffusion import DiffusionTask
 
@@ -134,6 +136,34 @@ def test_pixels_are_doubled_and_centred() -> None:
     task.edm.forward = lambda denoiser, x, labels=None: seen.append(x) or x.sum()  # type: ignore[method-assign]
     task.loss(Batch(torch.tensor([0.0, 0.5, 1.0]).view(3, 1, 1, 1), torch.zeros(3, dtype=torch.long)))
     assert seen[0].flatten().tolist() == [-1, 0, 1]
+
+
+@pytest.mark.parametrize(("sampler", "steps"), [("euler", 7), ("dpm++", 4)])
+def test_samples_are_what_the_tasks_sampler_integrates_in_the_unit_range(sampler: Any, steps: int) -> None:
+    task = made(sampler=sampler, steps=steps, sample_batch_size=16)
+    with torch.no_grad():
+        task.denoiser.backbone.output_gain.fill_(2.0)
+    rows: list[int] = []
+    task.denoiser.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+    seeds = sample_seeds(0, "a", 0, range(40))
+    images = task.sample(seeds)
+    assert set(rows) == {16}
+    assert len(rows) == 3 * steps
+    with torch.no_grad():
+        x = integrate(task.eval().denoiser, latents(seeds[:16], (1, 4, 4)), sampler, steps)
+    assert x.min() < -1  # there is something to clip
+    assert x.max() > 1
+    assert torch.equal(images[:16], ((x + 1) / 2).clamp(0, 1))
+
+
+def test_noise_levels_of_training_are_the_tasks() -> None:
+    task = made(p_mean=-2.0, p_std=0.1, sigma_data=0.25, uncertainty=False)
+    assert task.denoiser.sigma_data == task.edm.sigma_data == 0.25
+    seen: list[Tensor] = []
+    task.denoiser.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    task.loss(Batch(torch.rand(512, 1, 4, 4, generator=torch_generator(0)), torch.zeros(512, dtype=torch.long)))
+    assert float(seen[0].log().mean()) == pytest.approx(-2, abs=0.02)
+    assert float(seen[0].log().std()) == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_conditional_task_tells_classes_apart() -> None:
