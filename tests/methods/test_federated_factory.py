@@ -439,6 +439,8 @@ def test_going_and_coming_in_any_order(tmp_path: Path) -> None:
     forget(loop, "0", tmp_path / "b")
     for key in ("2", "0", "class:class 0"):
         assert loop.method.enrol(key) == 0
+        assert loop.method.synthetic() is None  # what depended on who takes part is gone at once
+        assert same(loop.method.evaluations()[""].start, loop.method.initial)  # type: ignore[attr-defined]
         for other in loop.method.without:
             with pytest.raises(ValueError, match=f"'{key}' is not done with coming in"):
                 loop.method.enrol(other)
@@ -477,6 +479,9 @@ def test_masking_is_approximate_and_says_so() -> None:
     assert same(model, loop.method.model)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="only a class can be masked"):
         loop.method.unlearn("0", approximate=True)
+    loop.method.unlearn("class:class 1")
+    loop.method.enrol("class:class 1")  # whoever takes part is named again
+    assert loop.method.masked == []  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_forgotten_is_refused() -> None:
