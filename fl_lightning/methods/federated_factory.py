@@ -319,16 +319,22 @@ class FederatedFactory(Method):
         return {}
 
     def _register(self, total: Reduced) -> Mapping[str, float]:
-        late = self.newcomer is not None
+        late, kept = self.newcomer is not None, set(self.kept)
         factories, counts = (self.factories, self.held) if late else ({}, {})
         for client, tensors in total.groups.get("factories", {}).items():
             held = total.groups["held"][client]
             found = dict(zip(held["labels"].tolist(), held["counts"].tolist(), strict=True))
-            counts[client] = {**counts.get(client, {}), **found}
             own: dict[int, dict[str, Tensor]] = {}
-            for name, value in tensors.items():
+            for name, value in sorted(tensors.items()):
                 label, _, parameter = name.partition("/")
                 own.setdefault(int(label), {})[parameter] = value
+            # A client that is there trains nothing for a withdrawn class; an upload may be older than the withdrawal.
+            if not kept.issuperset(found) and ALL in own:
+                raise ValueError(
+                    f"client {client}'s generator draws all of its classes, and one of them is withdrawn: {self.without}"
+                )
+            found, own = ({k: v for k, v in part.items() if k in {*kept, ALL}} for part in (found, own))
+            counts[client] = {**counts.get(client, {}), **found}
             factories[client] = {**factories.get(client, {}), **own}
         # In an order of their own, so that it does not matter who came late.
         clients = [client for client in self.info.clients if client in factories]

@@ -133,6 +133,24 @@ def market(method: Method, folder: Path, run: Path | None = None, **options: Any
     return loop
 
 
+@pytest.mark.parametrize("key", ["class:class 1", "1"])
+def test_uploads_older_than_a_withdrawal_are_not_used(key: str, tmp_path: Path) -> None:
+    trained = factories("server", save_uploads=True)
+    trained.fit(tmp_path)
+    never = federation(factory("server", without=[key]), SIZES, network=linear, data_options={"dtype": torch.float32})
+    never.fit()
+    read = federation(
+        factory("server", without=[key]),
+        SIZES,
+        network=linear,
+        data_options={"dtype": torch.float32},
+        uploads=str(tmp_path / "uploads"),
+    )
+    read.fit()
+    assert digest(read.method.state_dict()) == digest(never.method.state_dict())
+    assert digest(read.method.state_dict()) != digest(trained.method.state_dict())
+
+
 def test_a_market_needs_no_clients(folder: Path, saved: tuple[FederationLoop, Path], tmp_path: Path) -> None:
     for path in folder.glob("*.json"):  # as somebody would write it
         path.write_text(json.dumps({"num_examples": json.loads(path.read_text())["num_examples"], "licence": "any"}))
