@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LabelSource = Literal["uniform", "client_head", "client_counts"]
 Combine = Literal["logits", "probs"]
@@ -136,19 +137,35 @@ def total_variation(images: Tensor) -> Tensor:
     Each norm is over the whole batch (B, C, H, W), so it grows as sqrt(B H W) and its weight must be set anew where that
     changes.
     """
-    x = images
-    return sum(
-        (
-            torch.linalg.vector_norm(d)
-            for d in (
-                x[..., 1:] - x[..., :-1],
-                x[..., 1:, :] - x[..., :-1, :],
-                x[..., 1:, 1:] - x[..., :-1, :-1],
-                x[..., 1:, :-1] - x[..., :-1, 1:],
-            )
-        ),
-        torch.zeros((), device=x.device),
-    )
+    return _TotalVariation.apply(images)
+
+
+class _TotalVariation(torch.autograd.Function):
+    """With the gradient made on the way, in a third of the time: autograd's of a slice is as large as the images."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gradient, total = torch.zeros_like(x), x.new_zeros(())
+        later, earlier, every = slice(1, None), slice(None, -1), slice(None)
+        for (row, column), (other_row, other_column) in (
+            ((every, later), (every, earlier)),
+            ((later, every), (earlier, every)),
+            ((later, later), (earlier, earlier)),
+            ((later, earlier), (earlier, later)),
+        ):
+            difference = x[..., row, column] - x[..., other_row, other_column]
+            norm = torch.linalg.vector_norm(difference)
+            total += norm
+            difference /= norm.clamp_min(torch.finfo(x.dtype).tiny)  # without any difference the gradient is 0
+            gradient[..., row, column] += difference
+            gradient[..., other_row, other_column] -= difference
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> Tensor:
+        return outer * ctx.saved_tensors[0]
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, temperature: float = 3.0) -> Tensor:
