@@ -25,6 +25,8 @@ class TokenRelabel(Callback):
         temperature: T, above 0.
     """
 
+    runs_lean = True
+
     def __init__(
         self,
         reading: Reading = "r1",

@@ -3,6 +3,7 @@
 from fl_lightning.methods.averaging import FedAvg
 from fl_lightning.methods.base import ClientProgram, Fit, Method, Predict, Reply, Result
 from fl_lightning.methods.co_boosting import CoBoosting
+from fl_lightning.methods.deep_inversion import DeepInversion
 from fl_lightning.methods.dense import DENSE
 from fl_lightning.methods.distillation import NoiseDistillation
 from fl_lightning.methods.ensemble import OneShotEnsemble
@@ -16,6 +17,7 @@ from fl_lightning.methods.fedftg import FedFTG
 from fl_lightning.methods.fedgamma import FedGAMMA
 from fl_lightning.methods.fedgloss import FedGloSS
 from fl_lightning.methods.fedlesam import FedLESAM
+from fl_lightning.methods.fedmitr import FedMITR
 from fl_lightning.methods.fednesterov import FedNesterov
 from fl_lightning.methods.fednsam import FedNSAM
 from fl_lightning.methods.fedprox import FedProx
@@ -31,6 +33,7 @@ __all__ = [
     "SCAFFOLD",
     "ClientProgram",
     "CoBoosting",
+    "DeepInversion",
     "FedACG",
     "FedASAM",
     "FedAvg",
@@ -41,6 +44,7 @@ __all__ = [
     "FedGAMMA",
     "FedGloSS",
     "FedLESAM",
+    "FedMITR",
     "FedNSAM",
     "FedNesterov",
     "FedProx",

@@ -110,16 +110,20 @@ class Training:
         steps: Optimizer steps, at least 1.
         batch_size: Images a step, at least 1; never more than there are.
         cosine: Let the learning rate fall along a cosine to 0.
+        lr: Learning rate in place of the optimizer's, at least 0; None keeps that.
     """
 
     steps: int
     batch_size: int
     cosine: bool = False
+    lr: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.lr is not None and not self.lr >= 0:
+            raise ValueError(f"lr is {self.lr}; it must be at least 0")
 
     def fit(
         self,
@@ -134,7 +138,8 @@ class Training:
         """The request. Callbacks are copied, since they may hold state; ``overrides`` are further ones of the fit."""
         own = (*map(copy.deepcopy, callbacks), *((CosineRate(self.steps),) if self.cosine else ()))
         budget = {"max_steps": self.steps, "max_epochs": UNLIMITED, "batch_size": min(self.batch_size, len(data))}
-        return Fit(task, data, start, given, callbacks=own, overrides={**budget, **overrides}, key=key)
+        rate = {} if self.lr is None else {"lr": self.lr}
+        return Fit(task, data, start, given, callbacks=own, overrides={**budget, **rate, **overrides}, key=key)
 
 
 Steps = Generator[Fit | Predict, Result, Any]

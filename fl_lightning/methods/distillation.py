@@ -35,6 +35,8 @@ class Distil(Callback):
         temperature: T of `distillation_kl`, above 0.
     """
 
+    runs_lean = True
+
     def __init__(self, temperature: float = 4.0) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; it must be above 0")
@@ -187,6 +189,13 @@ class OneShotDistillation(Method):
         self.start, self.student = dict(state["start"]), dict(state["student"])
 
 
+def noise_images(count: int, std: float, info: DataInfo, server: Server, owner: str) -> TensorExamples:
+    """Gaussian noise around a mean of 0.5, clipped to [0, 1], as images without meaningful labels."""
+    generator = torch_generator(server.seed, server.round, SERVER, owner)
+    pixels = torch.randn((count, *info.input_shape), generator=generator).mul_(std).add_(0.5)
+    return TensorExamples(pixels.clamp_(0, 1), torch.zeros(count))
+
+
 class NoiseDistillation(OneShotDistillation):
     """The control of every data-free method: the student learns the ensemble's soft labels of Gaussian noise.
 
@@ -205,9 +214,6 @@ class NoiseDistillation(OneShotDistillation):
         self.images, self.std = images, std
 
     def distil(self, server: Server) -> Mapping[str, float]:
-        generator = torch_generator(server.seed, server.round, SERVER, "noise")
-        pixels = torch.randn((self.images, *self.info.input_shape), generator=generator).mul_(self.std).add_(0.5)
-        noise = TensorExamples(pixels.clamp_(0, 1), torch.zeros(self.images))
-        images = self.with_soft_labels(server, noise)
+        images = self.with_soft_labels(server, noise_images(self.images, self.std, self.info, server, "noise"))
         loss = self.train_student(server, images, ("student",), (Distil(self.temperature),))
         return {"server/student_loss": loss}

@@ -51,6 +51,11 @@ class ClassificationTask(FederatedTask):
         """Class scores (B, C) of images (B, channels, H, W) in [0, 1]; options go to the network (``keep``)."""
         return self.network((inputs - self.mean) / self.std, **options)
 
+    def tokens(self, inputs: Tensor, **options: Any) -> Tensor:
+        """Class scores (B, P, C) of the images' patch tokens, where the network has such; options are the network's."""
+        network: Any = self.network
+        return network.tokens((inputs - self.mean) / self.std, **options)
+
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         return self.logits(inputs, **options)
 
