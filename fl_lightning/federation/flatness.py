@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,31 +33,37 @@ SLICE_POINTS = 41
 _OWNER = "flatness"
 
 
-class _TaskLoss(nn.Module):
-    """Calls a task's loss where `functional_call` calls forward."""
+Criterion = Callable[[FederatedTask, Batch], Tensor]
 
-    def __init__(self, task: FederatedTask) -> None:
+
+class _TaskLoss(nn.Module):
+    """Calls a loss of a task where `functional_call` calls forward."""
+
+    def __init__(self, task: FederatedTask, criterion: Criterion | None) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.criterion = task, criterion
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.task.loss(batch)
+        return self.task.loss(batch) if self.criterion is None else self.criterion(self.task, batch)
 
 
-def mean_loss(task: FederatedTask, examples: Examples, buffers: Tensors, batch_size: int) -> MeanLoss:
+def mean_loss(
+    task: FederatedTask, examples: Examples, buffers: Tensors, batch_size: int, criterion: Criterion | None = None
+) -> MeanLoss:
     """A task's mean loss over examples as a function of its trainable parameters, without weight decay.
 
-    The task is put into evaluation mode, where it must stay while the loss is used; its own parameters and buffers are
-    neither read nor written. The inputs are fetched once and kept.
+    The task is put into evaluation mode, where it must stay while the loss is used; its own tensors are not
+    written, and read only where those that are given lack them. The inputs are fetched once and kept.
 
     Args:
         task: The task, on the device to compute on.
         examples: N >= 1 examples.
-        buffers: Persistent buffers (BatchNorm statistics) to evaluate with.
+        buffers: Persistent buffers (BatchNorm statistics) to evaluate with, where they are not the task's own.
         batch_size: Examples per part, at least 1; memory grows with it.
+        criterion: The mean loss of a batch; None takes the task's own.
     """
     task.eval()
-    module, here = _TaskLoss(task), next(task.parameters()).device
+    module, here = _TaskLoss(task, criterion), next(task.parameters()).device
     buffers = {name: buffer.to(here) for name, buffer in buffers.items()}
 
     def loss_of(batch: Batch, params: Mapping[str, Tensor]) -> Tensor:
@@ -65,7 +71,8 @@ def mean_loss(task: FederatedTask, examples: Examples, buffers: Tensors, batch_s
 
     parts = []
     for indices in torch.arange(len(examples)).split(batch_size):
-        batch = Batch(examples.fetch(indices).to(here), examples.labels[indices].to(here))
+        extras = {name: column.to(here) for name, column in examples.extras(indices).items()}
+        batch = Batch(examples.fetch(indices).to(here), examples.labels[indices].to(here), extras=extras)
         parts.append((len(indices) / len(examples), partial(loss_of, batch)))
     return MeanLoss(tuple(parts))
 

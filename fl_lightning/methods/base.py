@@ -244,6 +244,19 @@ class Server(Protocol):
     def predict(self, request: Predict) -> Result: ...
 
 
+@dataclass(frozen=True)
+class Distillation:
+    """How a server has trained a student on what its teachers say.
+
+    Attributes:
+        fit: The request for the student's training, as it was made; its callbacks are unused copies.
+        teacher: The request for the teachers' scores of examples, without the examples.
+    """
+
+    fit: Fit
+    teacher: Predict
+
+
 class Method(ABC):
     """The server's half: state and decisions.
 
@@ -344,6 +357,10 @@ class Method(ABC):
 
     def synthetic(self) -> Examples | None:
         """Images that the server has synthesised, if it does that and has by now. For meters."""
+        return None
+
+    def distillation(self) -> Distillation | None:
+        """The last training of a student, if this process has made one: it is no part of the state. For meters."""
         return None
 
     def momentum(self) -> dict[str, Tensor] | None:

@@ -4,8 +4,10 @@ of these models and trains a student on them. What the methods of this family sh
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +20,17 @@ from fl_lightning.data.bank import Bank
 from fl_lightning.data.examples import Annotated, DataInfo, Examples, TensorExamples
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.message import Group, Groups, Message, Tensors
-from fl_lightning.methods.base import SERVER, ClientProgram, Method, Predict, Reduced, Server, Training
+from fl_lightning.methods.base import (
+    SERVER,
+    ClientProgram,
+    Distillation,
+    Fit,
+    Method,
+    Predict,
+    Reduced,
+    Server,
+    Training,
+)
 from fl_lightning.methods.ensemble import OneShotClient
 from fl_lightning.rng import torch_generator
 from fl_lightning.tasks.base import Batch, FederatedTask
@@ -92,6 +104,7 @@ class OneShotDistillation(Method):
         self.sizes: dict[str, int] = {}  # training images
         self.counts: dict[str, Tensor] = {}  # of every class (C,), where clients send them
         self.bank: Bank | None = None
+        self.student_fit: Fit | None = None
         self.start: Tensors = self.initial
         self.student: Tensors = self.initial
 
@@ -159,6 +172,7 @@ class OneShotDistillation(Method):
         head = (TrainHead(),) if self.trainable == "head" else ()
         training = training or self.student_training
         fit = training.fit("model", images, self.student, key, (*callbacks, *head), given or {}, **overrides)
+        self.student_fit = replace(fit, callbacks=copy.deepcopy(fit.callbacks))  # before they hold a fit's state
         result = server.fit(fit)
         self.student = {**self.student, **result.params, **result.buffers}
         return result.metrics["loss"]
@@ -167,6 +181,11 @@ class OneShotDistillation(Method):
 
     def synthetic(self) -> Examples | None:
         return self.bank
+
+    def distillation(self) -> Distillation | None:
+        if self.student_fit is None:
+            return None
+        return Distillation(self.student_fit, Predict("ensemble", None, given=self.teachers))
 
     def evaluations(self) -> dict[str, Predict]:
         return {"": Predict("model", None, self.student), "start": Predict("model", None, self.start)}

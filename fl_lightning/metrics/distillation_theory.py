@@ -1,8 +1,8 @@
 """What the theory of one-shot distillation speaks of, as numbers: Lipschitz and smoothness constants, gradient variance,
 stability, the spectrum of images. Nothing here knows data, a task or a federation.
 
-FedMITR (arXiv 2605.10748) argues by algorithmic stability. Its theorem and constants were not found; `stability_bound` is the
-bound of Hardt, Recht and Singer (2016), which its text suggests, and the rest measures what its three claims are about.
+FedMITR (arXiv 2605.10748) argues by algorithmic stability. Its theorem and constants were not found; `stability_bound` is
+that of Hardt, Recht and Singer (2016), which its text suggests, and the rest measures what its three claims are about.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def stability_bound(lipschitz: float, smoothness: float, step_constant: float, s
 
     It holds for losses in [0, 1], one example a step, step sizes of at most c / t in step t, and for constants that hold
     everywhere; with measured constants, mini-batches and cross-entropy it is an indication. It bounds the gap on the
-    *synthetic* distribution only: it says nothing about the shift from synthetic to real images, which dominates here. Say so
-    beside every plot. It rises with L, but only as L^(2 / (beta c + 1)): where beta c is large, L hardly matters.
+    *synthetic* distribution only: it says nothing about the shift from synthetic to real images, which dominates here.
+    Say so beside every plot. It rises with L, but only as L^(2 / (beta c + 1)): where beta c is large, L hardly matters.
 
     Args:
         lipschitz: L, above 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from federation.tiny import federation, linear, same
 from torch import Tensor, nn
 
+from fl_lightning.data.examples import TensorExamples
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.methods import FedAvg, NoiseDistillation, OneShotEnsemble
@@ -127,6 +129,20 @@ def test_resume(tmp_path: Path) -> None:
     again = small(NoiseDistillation(student=STUDENT, images=9))
     again.fit(tmp_path / "b", tmp_path / "checkpoints" / "round_00001")
     assert same(again.method.state_dict(), loop.method.state_dict())
+    assert again.method.distillation() is None  # the images are no part of the state
+
+
+def test_the_students_training_can_be_made_again() -> None:
+    loop = small(NoiseDistillation(student=Training(5, 8, cosine=True), images=9, trainable="head"), two_layers)
+    assert loop.method.distillation() is None
+    loop.fit()
+    found = loop.method.distillation()
+    assert found is not None
+    result = loop.participant.execute(found.fit, 1, "server")
+    assert same({**loop.method.student, **result.params}, loop.method.student)  # type: ignore[attr-defined]
+    images = found.fit.data.fetch(torch.arange(9))
+    scores = loop.participant.execute(replace(found.teacher, data=TensorExamples(images, torch.zeros(9))), 1).outputs
+    assert torch.equal(found.fit.data.extras(torch.arange(9))["soft"], scores)
 
 
 @pytest.mark.parametrize(
