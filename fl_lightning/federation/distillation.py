@@ -40,13 +40,14 @@ class DistillationMeter(FederationCallback):
     Images are seen in three views: ``kept`` are the patches of column ``keep``, ``low`` those of column ``low``, ``full``
     all of them. Where no patch was dropped, ``kept`` is ``full`` and there is no ``low``.
 
-    - ``L_mean``, ``L_max``, ``variance`` (M1, M4): mean and largest norm of a batch's gradient, and the variance of batches'
-      gradients relative to the squared norm of their mean. ``beta_random``, ``beta_gradient``, ``lambda_1`` (M2): change of
-      the gradient per length of a step at random and along the gradient, and the Hessian's largest eigenvalue. Each with
-      ``@<percent of the training>``, of the loss that the student was trained with.
-    - ``L``, ``beta``, ``L_mean``, ``variance``: the largest ``L_max`` and beta of all these points, the means of the others.
-      Also of three losses that were not trained with, under their names: ``hard_kept/`` and ``hard_low/``, cross-entropy to
-      the image's label, and ``soft_low/``, KL divergence from the teachers' answer to the same patches (T = 1).
+    - ``L_mean``, ``L_max``, ``spread``, ``variance`` (M1, M4): mean and largest norm of a batch's gradient, the variance of
+      batches' gradients, and the same relative to the squared norm of their mean. ``beta_random``, ``beta_gradient``,
+      ``lambda_1`` (M2): change of the gradient per length of a step at random and along the gradient, and the Hessian's
+      largest eigenvalue. Each with ``@<percent of the training>``, of the loss that the student was trained with.
+    - ``L``, ``beta``, ``L_mean``, ``spread``, ``variance``: the largest ``L_max`` and beta of all these points, the means of
+      the others. Also of three losses that were not trained with, under their names: ``hard_kept/`` and ``hard_low/``,
+      cross-entropy to the image's label, and ``soft_low/``, KL divergence from the teachers' answer to the same patches
+      (T = 1).
     - ``step_constant``, ``bound``: c = max_t t * (learning rate of step t), and `stability_bound` of L, beta and c. See its
       caveats: it says nothing about the shift from synthetic to real images.
     - ``removed_variance_<view>`` and ``..._sampled`` (M3): mean of 1 - ||q||^2, q the teachers' answer (T = 1), and the same
@@ -207,6 +208,7 @@ class _Measurement:
         numbers = {
             "L_mean": found.mean_norm,
             "L_max": found.max_norm,
+            "spread": found.spread,
             "variance": found.variance,
             "beta_random": max(at_random),
             "beta_gradient": theory.smoothness(loss, params, found.mean, meter.radius, found.mean),
@@ -224,10 +226,9 @@ class _Measurement:
             points = [losses[loss] for _, losses in probe.found]
             values = {
                 "L": max(p["L_max"] for p in points),
-                "L_mean": sum(p["L_mean"] for p in points) / len(points),
                 "beta": max(max(p["beta_random"], p["beta_gradient"]) for p in points),
-                "variance": sum(p["variance"] for p in points) / len(points),
             }
+            values |= {n: sum(p[n] for p in points) / len(points) for n in ("L_mean", "spread", "variance")}
             row |= {f"{loss}/{name}" if loss else name: value for name, value in values.items()}
         row["step_constant"] = probe.step_constant
         constants = row["L"], row["beta"], row["step_constant"]

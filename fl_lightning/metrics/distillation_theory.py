@@ -27,12 +27,14 @@ class BatchGradients:
     Attributes:
         mean_norm: Mean of ||g_b||.
         max_norm: Their maximum: the empirical Lipschitz constant.
-        variance: mean_b ||g_b - g||^2 / ||g||^2 around the mean gradient g; nan where g is zero.
+        spread: mean_b ||g_b - g||^2 around the mean gradient g.
+        variance: The same relative to ||g||^2; nan where g is zero.
         mean: g.
     """
 
     mean_norm: float
     max_norm: float
+    spread: float
     variance: float
     mean: dict[str, Tensor]
 
@@ -51,7 +53,8 @@ def batch_gradients(losses: Sequence[Loss], params: Params) -> BatchGradients:
         mean = moved(mean, slope, 1 / len(losses))
     norms, square = [math.sqrt(s) for s in squares], dot(mean, mean)
     spread = max(sum(squares) / len(squares) - square, 0.0)  # mean ||g_b - g||^2 = mean ||g_b||^2 - ||g||^2
-    return BatchGradients(sum(norms) / len(norms), max(norms), spread / square if square > 0 else math.nan, mean)
+    variance = spread / square if square > 0 else math.nan
+    return BatchGradients(sum(norms) / len(norms), max(norms), spread, variance, mean)
 
 
 def smoothness(loss: Loss, params: Params, direction: Params, radius: float, slope: Params | None = None) -> float:

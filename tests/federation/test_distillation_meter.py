@@ -22,6 +22,7 @@ from fl_lightning.methods.base import Method, Server, Training
 from fl_lightning.methods.distillation import OneShotDistillation
 from fl_lightning.metrics.distillation_theory import stability_bound
 from fl_lightning.metrics.flatness import hessian_eigenvalues
+from fl_lightning.report.theory import LINES
 from fl_lightning.rng import torch_generator
 
 IMAGES, RATE, STEPS = 12, 0.1, 3
@@ -190,6 +191,7 @@ def test_variance_over_batches_of_the_trainings_size() -> None:
     order = torch.randperm(IMAGES, generator=torch_generator(loop.seed, "theory", "images"))[:8]  # two whole batches
     gradients = torch.stack([plain.gradient(weights(method.start), batch) for batch in order.split(4)])
     mean = gradients.mean(0)
+    assert row["spread@0"] == pytest.approx(float((gradients - mean).square().sum(1).mean()), rel=1e-3)
     assert row["variance@0"] == pytest.approx(
         float((gradients - mean).square().sum(1).mean() / mean.square().sum()), rel=1e-3
     )
@@ -239,6 +241,7 @@ def test_without_dropped_patches_there_is_no_low_view() -> None:
     dense, sparse = (found(run(Planted(kind), DistillationMeter())) for kind in (False, True))
     assert dense.keys() < sparse.keys()
     assert {name for name in sparse if "low" in name} == sparse.keys() - dense.keys()
+    assert {column for line in LINES for _, column in (line.smaller, line.larger)} <= sparse.keys()
     for name in ("agreement", "removed_variance", "covariance_hard", "high_frequency"):
         assert dense[f"{name}_kept"] == dense[f"{name}_full"]
     assert dense["hard_kept/L"] == pytest.approx(dense["L"])  # what it was trained with

@@ -37,6 +37,7 @@ def test_gradients_of_linear_batches() -> None:
     spread = np.mean([np.sum((s - mean) ** 2) for s in slopes.numpy()])
     assert found.mean_norm == pytest.approx(norms.mean(), rel=1e-12)
     assert found.max_norm == pytest.approx(norms.max(), rel=1e-12)
+    assert found.spread == pytest.approx(spread, rel=1e-10)
     assert found.variance == pytest.approx(spread / np.sum(mean**2), rel=1e-10)
     torch.testing.assert_close(found.mean["w"], slopes.mean(0))
 
