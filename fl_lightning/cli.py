@@ -30,6 +30,7 @@ import fl_lightning.callbacks
 import fl_lightning.data.glyphs
 import fl_lightning.data.scenes
 import fl_lightning.data.sources
+import fl_lightning.federation.distillation
 import fl_lightning.federation.generation
 import fl_lightning.methods
 import fl_lightning.models
