@@ -44,9 +44,13 @@ class TwoRows(nn.Module):
 
 
 class Relabel(Callback):
-    """Cross-entropy on what is kept, the teachers' answer on the rest."""
+    """Cross-entropy on what is kept, the teachers' answer on the rest; for one fit alone."""
+
+    used = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        assert not self.used
+        self.used = True
         pl_module.criterion = lambda task, batch: relabelled(
             task.logits(batch.inputs, keep=batch.extras["keep"]),
             batch.labels,
@@ -269,6 +273,21 @@ def test_one_image_replaced(sparse: bool) -> None:
     assert row["loss_apart"] == pytest.approx(max(changes), rel=1e-3)
     none = found(run(Planted(sparse), DistillationMeter(points=(0,), replaced=0)))
     assert row.keys() - none.keys() == {"weights_apart", "loss_apart"}
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_looking_does_not_change_a_training_that_draws(always: bool) -> None:
+    class Forgetful(TwoRows):
+        def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+            return super().forward(F.dropout(images, 0.5, always or self.training), keep)
+
+    often, once = (
+        found(run(Planted(False, 4), DistillationMeter(points=points), Forgetful)) for points in ((0, 0.4, 1), (1,))
+    )
+    assert {name: often[name] for name in once if "@100" in name} == {
+        name: once[name] for name in once if "@100" in name
+    }
+    assert often["weights_apart"] == once["weights_apart"]
 
 
 def test_only_what_is_trained_counts() -> None:
