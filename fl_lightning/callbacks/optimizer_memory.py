@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class OptimizerMemory(Callback):
     """A fit goes on with what the optimizer remembered (momentum, Adam's moments) at the end of the last one.
 
-    Learning rates and other options are those of the new fit. Copies share the memory, since a fit gets copies of its
-    callbacks; the parameters must be the same from fit to fit.
+    Learning rates and other options are those of the new fit. Deep copies share the memory, since a fit gets such
+    of its callbacks; a `copy.copy` has one of its own, as it is by now. The parameters must be the same from fit to fit.
     """
 
     def __init__(self) -> None:
@@ -21,10 +21,15 @@ class OptimizerMemory(Callback):
     def __deepcopy__(self, memo: Any) -> OptimizerMemory:
         return self
 
+    def __copy__(self) -> OptimizerMemory:
+        other = OptimizerMemory()
+        other.memory = dict(self.memory)
+        return other
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.memory:
             optimizer = trainer.optimizers[0]
-            optimizer.load_state_dict({**optimizer.state_dict(), **self.memory})
+            optimizer.load_state_dict({**optimizer.state_dict(), **copy.deepcopy(self.memory)})  # it steps in place
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.memory["state"] = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
+        self.memory["state"] = trainer.optimizers[0].state_dict()["state"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from fl_lightning.federation.callbacks import FederationCallback, Row
 from fl_lightning.federation.flatness import Criterion, mean_loss
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.message import Tensors
-from fl_lightning.methods.base import SERVER, Distillation, Fit, Predict
+from fl_lightning.methods.base import SERVER, Distillation, Fit, Predict, unused
 from fl_lightning.metrics import distillation_theory as theory
 from fl_lightning.metrics.flatness import hessian_eigenvalues, moved, norm, random_direction
 from fl_lightning.rng import owned_global_rng, torch_generator
@@ -158,7 +157,8 @@ class _Measurement:
 
     def _train(self, fit: Fit, *more: Callback) -> dict[str, Tensor]:
         """A training as the server's own: parameters and buffers after it."""
-        fit = replace(fit, callbacks=(*copy.deepcopy(fit.callbacks), *more))
+        fit = unused(fit)
+        fit = replace(fit, callbacks=(*fit.callbacks, *more))
         result = self.participant.execute(fit, self.loop.round, SERVER)
         return {**result.params, **result.buffers}
 

@@ -11,7 +11,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -249,12 +249,17 @@ class Distillation:
     """How a server has trained a student on what its teachers say.
 
     Attributes:
-        fit: The request for the student's training, as it was made; its callbacks are unused copies.
+        fit: The request for the student's training, as `unused` keeps it.
         teacher: The request for the teachers' scores of examples, without the examples.
     """
 
     fit: Fit
     teacher: Predict
+
+
+def unused(fit: Fit) -> Fit:
+    """The request as it is now: what a training does to callbacks, even to memories that copies share, does not reach it."""
+    return replace(fit, callbacks=tuple(copy.deepcopy(copy.copy(callback)) for callback in fit.callbacks))
 
 
 class Method(ABC):

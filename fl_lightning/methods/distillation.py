@@ -4,10 +4,8 @@ of these models and trains a student on them. What the methods of this family sh
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,6 +28,7 @@ from fl_lightning.methods.base import (
     Reduced,
     Server,
     Training,
+    unused,
 )
 from fl_lightning.methods.ensemble import OneShotClient
 from fl_lightning.rng import torch_generator
@@ -172,7 +171,7 @@ class OneShotDistillation(Method):
         head = (TrainHead(),) if self.trainable == "head" else ()
         training = training or self.student_training
         fit = training.fit("model", images, self.student, key, (*callbacks, *head), given or {}, **overrides)
-        self.student_fit = replace(fit, callbacks=copy.deepcopy(fit.callbacks))  # before they hold a fit's state
+        self.student_fit = unused(fit)
         result = server.fit(fit)
         self.student = {**self.student, **result.params, **result.buffers}
         return result.metrics["loss"]

@@ -17,7 +17,7 @@ from fl_lightning.data.examples import TensorExamples
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.participant import Participant
 from fl_lightning.methods import DENSE, CoBoosting, FedFTG
-from fl_lightning.methods.base import Fit, Method, Training
+from fl_lightning.methods.base import Fit, Method, Training, unused
 from fl_lightning.methods.generator_distillation import GeneratorDistillation, spread
 from fl_lightning.rng import derive_seed
 
@@ -189,6 +189,17 @@ def test_several_fits_with_one_memory_are_one_optimizer(name: str) -> None:
         plain.step()
     for parameter, value in model.items():
         torch.testing.assert_close(state[parameter], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_part_of_the_students_training_can_be_made_again(make: Callable[..., GeneratorDistillation]) -> None:
+    """With what the optimizer remembered before it, however often."""
+    loop = small(make(), optimizer=sgd(momentum=0.9))
+    loop.fit()
+    found = loop.method.distillation()
+    assert found is not None
+    for _ in range(2):
+        result = loop.participant.execute(unused(found.fit), 1, "server")
+        assert same(dict(result.params), {name: loop.method.student[name] for name in result.params})
 
 
 @pytest.mark.parametrize(
