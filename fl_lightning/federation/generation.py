@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import Concatenated, Examples
@@ -33,7 +32,7 @@ class GenerationMeter(FederationCallback):
     Args:
         per_class: Synthetic images of a class that are looked at, at least 2.
         feature_epochs: Epochs of the classifier whose features are compared, at least 1; 0 measures no distances.
-        grid: Images of a class to draw; 0 for no picture (``samples.png``, and in TensorBoard).
+        grid: Images of a class to draw, as `SamplePictures` does; 0 for no picture.
     """
 
     def __init__(self, per_class: int = 200, feature_epochs: int = 10, grid: int = 8) -> None:
@@ -57,13 +56,13 @@ class GenerationMeter(FederationCallback):
             return {}
         self.seen = made
         names = loop.info.class_names
-        shown = _some(made, self.per_class, len(names), loop.seed)
-        if self.grid and loop.is_main:
-            self._draw(loop, *shown)
+        shown = some(made, self.per_class, loop)
+        if self.grid:
+            draw_samples(loop, shown, self.grid)
         if not loop.data.info.clients:  # no real image to compare with
             return {}
         pairs = {
-            "generated": shown,
+            "generated": _whole(shown),
             "train": _whole(_real(loop)),
             "held_out": _whole(loop.data.test_sets()["global"].of_classes(_classes(loop))),
         }
@@ -85,15 +84,49 @@ class GenerationMeter(FederationCallback):
         loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
         loop.model.load(result.buffers)
 
-    def _draw(self, loop: FederationLoop, images: Tensor, labels: Tensor) -> None:
-        from fl_lightning.report.generation_figures import samples_figure
 
-        for recorder in (c for c in loop.callbacks if isinstance(c, Recorder)):
-            figure = samples_figure(images, labels, loop.info.class_names, self.grid)
-            figure.savefig(recorder.folder / "samples.png", dpi=120, bbox_inches="tight")
-            for logger in recorder.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_figure("samples", figure, loop.round)
+class SamplePictures(FederationCallback):
+    """Draws some of a method's synthetic images in the round that makes them: ``samples.png``, and in TensorBoard. Where
+    patches of them were stopped (columns ``keep`` and ``attention``), ``samples_masks.png`` shows which, and where the model
+    looked.
+
+    Args:
+        grid: Images of a class, at least 1.
+    """
+
+    def __init__(self, grid: int = 8) -> None:
+        if grid < 1:
+            raise ValueError(f"SamplePictures.grid is {grid}; it must be at least 1")
+        self.grid = grid
+        self.seen: Examples | None = None
+
+    def on_start(self, loop: FederationLoop) -> None:
+        self.seen = loop.method.synthetic()
+
+    def measure(self, loop: FederationLoop) -> Row:
+        made = loop.method.synthetic()
+        if made is not None and made is not self.seen:
+            self.seen = made
+            draw_samples(loop, some(made, self.grid, loop), self.grid)
+        return {}
+
+
+def draw_samples(loop: FederationLoop, shown: Examples, grid: int) -> None:
+    """Write the pictures of `SamplePictures` where the run has a folder."""
+    from fl_lightning.report.generation_figures import masks_figure, samples_figure
+
+    recorders = [callback for callback in loop.callbacks if isinstance(callback, Recorder)] if loop.is_main else []
+    if not recorders:
+        return
+    (images, labels), names = _whole(shown), loop.info.class_names
+    figures = {"samples": samples_figure(images, labels, names, grid)}
+    columns = shown.extras(torch.arange(len(shown)))
+    if {"keep", "attention"} <= columns.keys():
+        masks = masks_figure(images, labels, columns["keep"], columns["attention"], names, max(1, grid // 3))
+        figures["samples_masks"] = masks
+    for recorder in recorders:
+        for name, figure in figures.items():
+            recorder.figure(name, figure, loop.round)
 
 
 class _LastHidden(nn.Module):
@@ -136,9 +169,9 @@ def _whole(examples: Examples) -> tuple[Tensor, Tensor]:
     return examples.fetch(torch.arange(len(examples))), examples.labels
 
 
-def _some(examples: Examples, per_class: int, num_classes: int, seed: int) -> tuple[Tensor, Tensor]:
+def some(examples: Examples, per_class: int, loop: FederationLoop) -> Examples:
     """At most so many of each class, drawn."""
-    draw = numpy_generator(seed, "generation meter", "images")
+    draw = numpy_generator(loop.seed, "generation meter", "images")
     labels = examples.labels.numpy()
-    chosen = [draw.permutation((labels == c).nonzero()[0])[:per_class] for c in range(num_classes)]
-    return _whole(examples.select([int(i) for part in chosen for i in part]))
+    chosen = [draw.permutation((labels == c).nonzero()[0])[:per_class] for c in range(loop.info.num_classes)]
+    return examples.select([int(i) for part in chosen for i in part])

@@ -37,7 +37,7 @@ class Recorder(FederationCallback):
         data = loop.data
         if data.partition.clients:
             data.partition.save(self.folder / "partition.json")
-            self._figure("partition", plot_counts(data.counts(), data.class_names, data.partition.clients), 0)
+            self.figure("partition", plot_counts(data.counts(), data.class_names, data.partition.clients), 0)
         if loop.history:
             self._rewrite(loop.history)  # a resumed run goes on where its checkpoint stands
 
@@ -64,7 +64,7 @@ class Recorder(FederationCallback):
                 figure = samples_figure(
                     picture.images / 255, picture.rows, picture.row_names, per_class=len(picture.images)
                 )
-                self._figure(name, figure, picture.step, f"{name}_{picture.step:07d}.png")
+                self.figure(name, figure, picture.step, f"{name}_{picture.step:07d}.png")
 
     def on_end(self, loop: FederationLoop) -> None:
         evaluations = loop.method.evaluations()
@@ -75,7 +75,7 @@ class Recorder(FederationCallback):
         if evaluations:
             from fl_lightning.report.figures import confusion_figure
 
-            self._figure("confusion", confusion_figure(matrix, names), loop.round)
+            self.figure("confusion", confusion_figure(matrix, names), loop.round)
         write_json(self.folder / "summary.json", loop.summary())
         for logger in self.loggers:
             logger.finalize("success")
@@ -90,7 +90,8 @@ class Recorder(FederationCallback):
             writer.writerows(_formatted(row) for row in history)
         beside.rename(self.folder / "metrics.csv")
 
-    def _figure(self, name: str, figure: Any, step: int, file: str | None = None) -> None:
+    def figure(self, name: str, figure: Any, step: int, file: str | None = None) -> None:
+        """Write ``<name>.png``, or ``file`` below the run's folder, and show it in TensorBoard."""
         path = self.folder / (file or f"{name}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.examples import TensorExamples
+from fl_lightning.federation.generation import SamplePictures
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods import DeepInversion, FedAvg, FedMITR
 from fl_lightning.methods.base import Fit, Method, Predict, Training
 from fl_lightning.models import MLP, ResNet8, SparseViT
@@ -311,6 +313,24 @@ def test_resume_and_uploads(tmp_path: Path) -> None:
     assert same(again.method.state_dict(), loop.method.state_dict())
     read = fitted(FedMITR(label_source="client_counts", **SPARSE), uploads=str(tmp_path / "uploads"))
     assert same(read.method.state_dict(), loop.method.state_dict())
+
+
+def test_pictures_of_what_was_kept(tmp_path: Path) -> None:
+    callbacks = [Recorder(tmp_path), SamplePictures(3)]
+    loop = federation(FedMITR(**SPARSE), callbacks=callbacks)
+    loop.fit(tmp_path)
+    written = sorted(path.name for path in tmp_path.glob("samples*.png"))
+    assert written == ["samples.png", "samples_masks.png"]
+    (tmp_path / "samples.png").unlink()
+    again = federation(FedMITR(**SPARSE), callbacks=[Recorder(tmp_path), SamplePictures(3)])
+    again.fit(None, tmp_path / "checkpoints" / "round_00001")
+    assert not (tmp_path / "samples.png").exists()  # they were drawn in the round that made the images
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    federation(DeepInversion(**{**SMALL, "batch_norm": 0.0}), callbacks=[Recorder(dense), SamplePictures()]).fit()
+    assert [path.name for path in dense.glob("samples*.png")] == ["samples.png"]
+    with pytest.raises(ValueError, match=r"SamplePictures\.grid is 0; it must be at least 1"):
+        SamplePictures(0)
 
 
 @pytest.mark.parametrize("reading", ["r2", "r3"])
