@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederationLoop
 
 FEATURES = "classifier"
+_COLUMNS = 16  # images whose patches are shown
 
 
 class GenerationMeter(FederationCallback):
@@ -113,17 +114,19 @@ class SamplePictures(FederationCallback):
 
 def draw_samples(loop: FederationLoop, shown: Examples, grid: int) -> None:
     """Write the pictures of `SamplePictures` where the run has a folder."""
-    from fl_lightning.report.generation_figures import masks_figure, samples_figure
+    from fl_lightning.report.generation_figures import samples_figure
+    from fl_lightning.report.inversion_figures import inversion_figure
 
     recorders = [callback for callback in loop.callbacks if isinstance(callback, Recorder)] if loop.is_main else []
     if not recorders:
         return
     (images, labels), names = _whole(shown), loop.info.class_names
     figures = {"samples": samples_figure(images, labels, names, grid)}
-    columns = shown.extras(torch.arange(len(shown)))
+    one = torch.stack([(labels == label).nonzero()[0, 0] for label in labels.unique()])[:_COLUMNS]  # of each class
+    columns = shown.extras(one)
     if {"keep", "attention"} <= columns.keys():
-        masks = masks_figure(images, labels, columns["keep"], columns["attention"], names, max(1, grid // 3))
-        figures["samples_masks"] = masks
+        mask = torch.zeros_like(columns["attention"], dtype=torch.bool).scatter_(1, columns["keep"], True)
+        figures["samples_masks"] = inversion_figure(images[one], mask, labels[one], names, columns["attention"])
     for recorder in recorders:
         for name, figure in figures.items():
             recorder.figure(name, figure, loop.round)

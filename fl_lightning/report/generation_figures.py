@@ -63,51 +63,6 @@ def samples_figure(images: Tensor, labels: Tensor, class_names: Sequence[str], p
     return figure
 
 
-def masks_figure(
-    images: Tensor,
-    labels: Tensor,
-    keep: Tensor,
-    attention: Tensor,
-    class_names: Sequence[str],
-    per_class: int = 3,
-) -> Figure:
-    """A row for every class that has images: each image, the patches of it that were kept, and what was attended to.
-
-    Args:
-        images: (N, C, H, W) in [0, 1], N >= 1; C is 1 or 3.
-        labels: (N,) integers in [0, number of names).
-        keep: (N, k) numbers of the kept patches, row by row; patches are square.
-        attention: (N, P) at least 0 for each of the P patches, a bright one being the image's largest.
-        class_names: Position = label.
-        per_class: Images in a row at most, positive.
-
-    Raises:
-        ValueError: Shapes, values or labels out of range, or P square patches that do not fill the image.
-    """
-    count, _, height, width = images.shape
-    side = math.isqrt(height * width // max(attention.shape[1], 1))
-    if (
-        keep.shape[:1] != (count,)
-        or attention.shape[:1] != (count,)
-        or side * side * attention.shape[1] != height * width
-    ):
-        shapes = ", ".join(str((*t.shape,)) for t in (images, keep, attention))
-        raise ValueError(
-            f"images, keep, attention must be (N, C, H, W), (N, k), (N, P) of square patches, got {shapes}"
-        )
-
-    def spread(values: Tensor) -> Tensor:
-        """(N, P) of patches as images (N, 1, H, W)."""
-        grid = values.cpu().view(count, 1, height // side, width // side)
-        return grid.repeat_interleave(side, 2).repeat_interleave(side, 3)
-
-    images = images.detach().float().cpu()
-    mask = spread(torch.zeros_like(attention, dtype=torch.float32).scatter(1, keep, 1.0))
-    heat = spread(attention.float() / attention.amax(1, keepdim=True).clamp_min(1e-12)).expand_as(images)
-    views = torch.stack([images, images * mask + 0.5 * (1 - mask), heat], 1)  # stopped patches are grey
-    return samples_figure(views.flatten(0, 1), labels.repeat_interleave(3), class_names, 3 * per_class)
-
-
 def features_figure(
     real: tuple[Tensor, Tensor],
     generated: tuple[Tensor, Tensor],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.report.figures import figure_to_png
-from fl_lightning.report.generation_figures import features_figure, masks_figure, samples_figure
+from fl_lightning.report.generation_figures import features_figure, samples_figure
 from fl_lightning.rng import torch_generator
 
 NAMES = ("cat", "dog", "owl")
@@ -44,24 +44,6 @@ def test_samples_in_colour_and_rows_that_are_not_full() -> None:
     assert page.shape == (9, 9, 3)
     np.testing.assert_array_equal(page[5:, 5:], images[2].permute(1, 2, 0))
     assert (page[:4, 5:] == 1).all()
-
-
-def test_masks_stand_beside_their_image_and_the_attention_beside_these() -> None:
-    images, labels = torch.rand(2, 1, 4, 6, generator=torch_generator(0)), torch.tensor([1, 0])
-    keep, attention = torch.tensor([[0, 5], [4, 1]]), torch.rand(2, 6, generator=torch_generator(1))
-    page = np.asarray(masks_figure(images, labels, keep, attention, NAMES).axes[0].images[0].get_array())
-    assert page.shape == (4 + 1 + 4, 3 * 7 - 1)
-    for top, number in ((0, 1), (5, 0)):  # a row of patches: 0 1 2, then 3 4 5
-        rows = page[top : top + 4]
-        np.testing.assert_array_equal(rows[:, :6], images[number, 0])
-        for patch in range(6):
-            part = (slice(patch // 3 * 2, patch // 3 * 2 + 2), slice(patch % 3 * 2, patch % 3 * 2 + 2))
-            expected = images[number, 0][part] if patch in keep[number] else torch.full((2, 2), 0.5)
-            np.testing.assert_array_equal(rows[:, 7:13][part], expected)
-            heat = attention[number, patch] / attention[number].max()
-            np.testing.assert_allclose(rows[:, 14:][part], heat.expand(2, 2))
-    with pytest.raises(ValueError, match=r"of square patches, got \(2, 1, 4, 6\), \(2, 2\), \(2, 5\)"):
-        masks_figure(images, labels, keep, attention[:, :5], NAMES)
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
