@@ -134,3 +134,38 @@ def test_federated_factorys_paper_configurations_run_dry_on_fake_data(
     assert sum(v.numel() for n, v in own.items() if "fourier" not in n.lower()) > (5e7 if size == 32 else 1.2e7)
     assert sum(p.numel() for p in cli.model.trainable().values()) == pytest.approx(23.5e6, rel=0.01)  # type: ignore[attr-defined]
     assert method.bank.inputs.shape[1:] == (3, size, size)
+
+
+# Classes, and the parameters of DeiT-Tiny with that many: 5,526,346 with ten, 192 + 1 more for each further one.
+MITR = {"cifar10": 10, "cifar100": 100, "officehome": 65, "mini_imagenet": 100}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MITR)
+def test_fedmitrs_paper_configurations_run_dry_on_fake_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeiT-Tiny with random weights on invented images of the right shape, and two synthetic ones."""
+    monkeypatch.chdir(tmp_path)
+    cli = main(
+        [
+            "fit",
+            f"--config={CONFIGS / 'paper' / f'fedmitr_{name}.yaml'}",
+            "--data.source=FakeImages",
+            f"--data.source.init_args.num_classes={MITR[name]}",
+            "--data.source.init_args.image_size=224",
+            "--data.source.init_args.train_per_class=2",
+            "--data.source.init_args.test_per_class=1",
+            "--data.batch_size=2",
+            "--model.init_args.network.init_args.pretrained=false",
+            "--method.init_args.images_per_client=2",
+            "--federation.callbacks=null",
+            "--trainer.fast_dev_run=true",
+            "--trainer.accelerator=cpu",
+            "--federation.eval_batch_size=8",
+        ]
+    )
+    method = cli.method  # type: ignore[attr-defined]
+    assert sum(p.numel() for p in cli.model.trainable().values()) == 5_526_346 + (MITR[name] - 10) * 193  # type: ignore[attr-defined]
+    assert method.stops.check(cli.model.network) == [137, 95, 66, 46]  # type: ignore[attr-defined]
+    assert method.bank.inputs.shape == (4, 3, 224, 224)
