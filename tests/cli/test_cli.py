@@ -51,7 +51,7 @@ WRONG = {
     "--data.partitioner.init_args.alfa 1": r"data.partitioner.init_args.alfa is no argument of Dirichlet; did you mean alpha\?",
     "--data.partitioner.class_path Dirichle": r"data.partitioner is 'Dirichle', .*did you mean Dirichlet\?; allowed: .*IID",
     "--data.batchsize 3": r"data.batchsize is no option; did you mean data.batch_size\?",
-    "--data.num_clients 0": r"num_clients must be at least 1, got 0",
+    "--data.num_clients 0": r"data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder",
     "--federation.evry 3": r"federation.evry is no option",
     "--federation.evaluate_every 0": r"federation.evaluate_every is 0; it must be at least 1",
     "--federation.engine ray": r"federation.engine is ray; allowed: 'serial'",
