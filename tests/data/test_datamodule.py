@@ -209,7 +209,7 @@ def test_setup_loads_once_and_again_for_another_seed():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
+        ({"num_clients": -1}, "num_clients must be at least 0, got -1"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"val_fraction": 1.0}, r"val_fraction must be in \[0, 1\), got 1.0"),
         ({"train_fraction": 0.0}, r"train_fraction must be in \(0, 1\], got 0.0"),

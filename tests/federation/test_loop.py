@@ -124,7 +124,7 @@ METHODS: dict[str, tuple[Callable[[], Method], dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are the report's business, and half of a small run's time."""
-    monkeypatch.setattr(Recorder, "_figure", lambda self, name, figure, step: None)
+    monkeypatch.setattr(Recorder, "figure", lambda self, name, figure, step: None)
     for function in ("fl_lightning.federation.recorder.plot_counts", "fl_lightning.report.figures.confusion_figure"):
         monkeypatch.setattr(function, lambda *arguments: None)
 
