@@ -20,6 +20,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import DataInfo, TensorExamples
+from fl_lightning.federation.flops import FlopCount
 from fl_lightning.federation.participant import BatchLoader, Participant
 from fl_lightning.methods import FedAvg, FedSAM, NoiseDistillation
 from fl_lightning.methods.base import Fit, Predict, Result, Training
@@ -393,6 +394,24 @@ def test_floating_point_operations_of_server_work() -> None:
     )
     loop.fit()
     assert loop.history[1]["round/flops"] == 24 * 48 + 3 * 9 * 24 + 17 * 48
+
+
+def test_operations_of_a_loss_that_takes_a_gradient_itself() -> None:
+    """A gradient with respect to the inputs: one more forward pass, and its 24 backward, for each image."""
+
+    class Moved(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.criterion = self.criterion
+
+        def criterion(self, module: Any, batch: Any) -> Tensor:
+            inputs = batch.inputs.detach().requires_grad_()
+            gradient = torch.autograd.grad(module.logits(inputs).sum(), inputs)[0]
+            return module.loss(batch._replace(inputs=batch.inputs + gradient.sign()))
+
+    worker = participant()
+    worker.flops = FlopCount()
+    worker.execute(Fit("model", examples(8), start_of(), callbacks=(Moved(),)), 1, "a")
+    assert worker.flops.total == 8 * (48 + 24 + 24)
 
 
 def test_operations_are_not_counted_by_the_vectorised_engine() -> None:
