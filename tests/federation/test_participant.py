@@ -405,7 +405,7 @@ def test_operations_of_a_loss_that_takes_a_gradient_itself() -> None:
 
         def criterion(self, module: Any, batch: Any) -> Tensor:
             inputs = batch.inputs.detach().requires_grad_()
-            gradient = torch.autograd.grad(module.logits(inputs).sum(), inputs)[0]
+            gradient = torch.autograd.grad(module.network(inputs).sum(), inputs)[0]
             return module.loss(batch._replace(inputs=batch.inputs + gradient.sign()))
 
     worker = participant()
