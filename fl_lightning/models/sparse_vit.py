@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fl_lightning.models.timm_model import create_timm
 
@@ -127,10 +128,10 @@ class SparseViT(nn.Module):
         if keep.ndim != 2 or len(keep) != len(input) or keep.shape[1] < 1:
             raise ValueError(f"keep has shape {tuple(keep.shape)}; it must be ({len(input)}, k >= 1)")
         if dense_embedding:
-            x = _rows(model.patch_embed(input), keep)
+            x = model.patch_embed(input)[torch.arange(len(keep), device=keep.device)[:, None], keep]
         else:
             embed = model.patch_embed.proj  # a convolution whose stride is its kernel: a linear layer on every patch
-            x = F.linear(_rows(self._patches(input), keep), embed.weight.flatten(1), embed.bias)
+            x = F.linear(_Patches.apply(self._checked(input), keep, self.patch), embed.weight.flatten(1), embed.bias)
             x = model.patch_embed.norm(x)
         first = [model.cls_token] if model.reg_token is None else [model.cls_token, model.reg_token]
         start = torch.cat(first, 1).expand(len(x), -1, -1)
@@ -140,18 +141,14 @@ class SparseViT(nn.Module):
             start = start + model.pos_embed[:, :offset] if offset else start
         return model.norm_pre(model.pos_drop(torch.cat([start, x], 1)))
 
-    def _patches(self, input: Tensor) -> Tensor:
-        """Pixels of every patch, (B, N, C x height x width), of images (B, C, H, W)."""
+    def _checked(self, input: Tensor) -> Tensor:
         expected = (
             self.model.patch_embed.proj.in_channels,
             *(g * p for g, p in zip(self.grid, self.patch, strict=True)),
         )
         if tuple(input.shape[1:]) != expected:
             raise ValueError(f"images have shape {tuple(input.shape)}; it must be (B, {', '.join(map(str, expected))})")
-        x = input.unflatten(3, (-1, self.patch[1])).unflatten(
-            2, (-1, self.patch[0])
-        )  # (B, C, rows, height, columns, width)
-        return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return input
 
     def _class_attention(self, x: Tensor) -> Tensor:
         """What `attention` returns, from the tokens x (B, T, d) that enter the last block.
@@ -166,11 +163,34 @@ class SparseViT(nn.Module):
         return weights.mean(1)[:, prefix:]
 
 
-def _rows(x: Tensor, keep: Tensor) -> Tensor:
-    """x[b, keep[b]] for every b: (B, k, d) of (B, N, d). One lookup of rows: its gradient is as cheap, gather's is not."""
-    batch, count = x.shape[:2]
-    first = torch.arange(0, batch * count, count, device=x.device)[:, None]
-    return x.flatten(0, 1).index_select(0, (keep + first).flatten()).unflatten(0, keep.shape)
+class _Patches(torch.autograd.Function):
+    """Pixels (B, k, C x height x width) of some patches of images (B, C, H, W); no patch twice.
+
+    What is not looked at costs a fill with zeros in the gradient, and nothing here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, keep: Tensor, patch: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.shape, ctx.patch = images.shape, patch
+        cells, places = _cells(images, keep, patch)
+        return cells[places].flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        gradient = outer.new_zeros(ctx.shape)
+        (keep,) = ctx.saved_tensors
+        cells, places = _cells(gradient, keep, ctx.patch)
+        cells[places] = outer.unflatten(2, (-1, *ctx.patch))
+        return gradient, None, None
+
+
+def _cells(images: Tensor, keep: Tensor, patch: tuple[int, int]) -> tuple[Tensor, tuple[Any, ...]]:
+    """A view (B, C, rows, height, columns, width), and the index that makes it (B, k, C, height, width)."""
+    cells = images.unflatten(3, (-1, patch[1])).unflatten(2, (-1, patch[0]))
+    columns, every = cells.shape[4], slice(None)
+    return cells, (torch.arange(len(keep), device=keep.device)[:, None], every, keep // columns, every, keep % columns)
 
 
 def _tiny(

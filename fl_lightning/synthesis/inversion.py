@@ -145,7 +145,7 @@ class _TotalVariation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        gradient, total = torch.zeros_like(x), x.new_zeros(())
+        gradient, total, space = torch.zeros_like(x), x.new_zeros(()), torch.empty_like(x).flatten()
         later, earlier, every = slice(1, None), slice(None, -1), slice(None)
         for (row, column), (other_row, other_column) in (
             ((every, later), (every, earlier)),
@@ -153,7 +153,8 @@ class _TotalVariation(torch.autograd.Function):
             ((later, later), (earlier, earlier)),
             ((later, earlier), (earlier, later)),
         ):
-            difference = x[..., row, column] - x[..., other_row, other_column]
+            here, there = x[..., row, column], x[..., other_row, other_column]
+            difference = torch.sub(here, there, out=space[: here.numel()].view(here.shape))
             norm = torch.linalg.vector_norm(difference)
             total += norm
             difference /= norm.clamp_min(torch.finfo(x.dtype).tiny)  # without any difference the gradient is 0

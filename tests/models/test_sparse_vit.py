@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import timm
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from fl_lightning.__main__ import main
 from fl_lightning.data.examples import DataInfo
+from fl_lightning.data.sources import Digits, PublicSplit
 from fl_lightning.models import SparseViT
 from fl_lightning.rng import torch_generator
 from fl_lightning.tasks import ClassificationTask
@@ -219,6 +222,54 @@ def test_wrong_patches_and_images_are_refused() -> None:
         tiny()(images(), torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"images have shape \(3, 3, 8, 8\)"):
         tiny()(images((3, 8, 8)), torch.zeros(3, 1, dtype=torch.int64))
+
+
+ASSETS = Path(__file__).parents[2] / "fl_lightning" / "assets"
+CONFIGS = Path(__file__).parents[2] / "configs" / "pretrain"
+# By world: classes of the pretraining and its accuracy on the test images of all variants.
+SHIPPED = {"digits": (30, 0.919)}
+
+
+@pytest.mark.parametrize("world", SHIPPED)
+def test_the_shipped_body_fits_its_configuration_and_is_small(world: str) -> None:
+    config = yaml.safe_load((CONFIGS / f"tiny_vit_{world}.yaml").read_text())
+    network = config["model"]["init_args"]["network"]["init_args"]
+    side = config["data"].get("image_size", 28)
+    loaded = SparseViT((1, side, side), 10, **network, weights=f"tiny-vit-{world}")
+    state = load_file(ASSETS / f"tiny-vit-{world}.safetensors")
+    assert state["network.model.head.weight"].shape[0] == SHIPPED[world][0]
+    assert torch.equal(loaded.model.pos_embed, state["network.model.pos_embed"].float())
+    assert (ASSETS / f"tiny-vit-{world}.safetensors").stat().st_size < 600_000
+
+
+def test_the_shipped_body_reads_digits_that_it_was_not_trained_on() -> None:
+    """The whole network on the test images of all variants; on those as they are, ten classes to choose from."""
+    source = PublicSplit(Digits(), 0.3477, "public", variants=["none", "rotate90", "mirror"])
+    test = source.load(image_size=16, channels=None, seed=5).test
+    task = ClassificationTask(lambda *a: SparseViT(*a, embed_dim=48, depth=2, num_heads=4))
+    task.build(DataInfo(tuple(map(str, range(30))), (1, 16, 16), tuple(range(30))), 0)
+    task.load(load_file(ASSETS / "tiny-vit-digits.safetensors"))
+    task.eval()
+    with torch.no_grad():
+        scores = task(test.fetch(torch.arange(len(test))))
+    assert float((scores.argmax(1) == test.labels).float().mean()) == pytest.approx(SHIPPED["digits"][1], abs=0.002)
+    as_they_are = test.labels < 10
+    right = scores[as_they_are, :10].argmax(1) == test.labels[as_they_are]
+    assert float(right.float().mean()) == pytest.approx(0.95, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", SHIPPED)
+def test_the_configuration_still_makes_the_shipped_body(
+    world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minutes for digits. The same machine gives the same bits; others round differently over some thousand steps."""
+    monkeypatch.chdir(tmp_path)
+    cli = main(["fit", "--config", str(CONFIGS / f"tiny_vit_{world}.yaml")])
+    made, shipped = (load_file(folder / f"tiny-vit-{world}.safetensors") for folder in (tmp_path, ASSETS))
+    assert {name: value.shape for name, value in made.items()} == {name: v.shape for name, v in shipped.items()}
+    accuracy = cli.loop.history[-1]["global/acc"]  # type: ignore[attr-defined]
+    assert accuracy == pytest.approx(SHIPPED[world][1], abs=0.03)
 
 
 @pytest.mark.parametrize("prefix", ["network.model.", "model.", ""])
