@@ -386,7 +386,7 @@ def test_images_are_found_and_teachers_stay_as_they_were(network: Any) -> None:
     assert list(task.trainable()) == ["pixels"]
     assert sorted(task.state_dict()) == ["attention", "mask", "pixels"]
     start, done = (invert(task, [state], steps, client_loop="auto") for steps in (1, 40))
-    assert done.metrics["confidence"] > start.metrics["confidence"] + 0.2
+    assert done.metrics["confidence"] > start.metrics["confidence"] + 0.1
     assert done.metrics["loss"] < start.metrics["loss"]
     pixels = done.params["pixels"]
     assert (pixels.min() >= 0, pixels.max() <= 1) == (True, True)
