@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from fl_lightning.data.examples import Concatenated, Examples
 from fl_lightning.tasks.base import Picture
 
 if TYPE_CHECKING:
@@ -50,6 +51,21 @@ class FederationCallback:
 
     def on_interrupt(self, loop: FederationLoop, saved: str | None) -> None:
         """The run was interrupted; ``saved`` is the checkpoint to go on from."""
+
+
+def clients_in(loop: FederationLoop) -> list[str]:
+    """Clients with data here that take part: all but those that the method does ``without``."""
+    return [client for client in loop.data.info.clients if client not in loop.method.without]
+
+
+def classes_in(loop: FederationLoop) -> list[int]:
+    """Labels of the classes that take part."""
+    return [c for c, name in enumerate(loop.info.class_names) if f"class:{name}" not in loop.method.without]
+
+
+def examples_in(loop: FederationLoop, *clients: str) -> Examples:
+    """Training examples of these clients, of the classes that take part; by default of all clients that do."""
+    return Concatenated([loop.data.train(c).of_classes(classes_in(loop)) for c in clients or clients_in(loop)])
 
 
 class ExportModel(FederationCallback):

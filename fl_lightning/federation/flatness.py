@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fl_lightning.data.examples import Concatenated, Examples
-from fl_lightning.federation.callbacks import FederationCallback, Row
+from fl_lightning.data.examples import Examples
+from fl_lightning.federation.callbacks import FederationCallback, Row, clients_in, examples_in
 from fl_lightning.federation.recorder import Recorder, write_json
 from fl_lightning.message import Tensors
 from fl_lightning.methods.base import Fit, Predict
@@ -288,8 +288,7 @@ class FlatnessMeter(FederationCallback):
                 task.given = {g: {n: t.to(device) for n, t in tensors.items()} for g, tensors in request.given.items()}
                 if not loop.data.info.clients:
                     raise ValueError("FlatnessMeter needs training examples, and data.num_clients is 0")
-                pooled = Concatenated([loop.data.train(client) for client in loop.info.clients])
-                loss = self._loss(loop, task.to(device), pooled, buffers, "all")
+                loss = self._loss(loop, task.to(device), examples_in(loop), buffers, "all")
                 yield _Point(task, request, params, buffers, loss)
             finally:
                 task.to(home).load(state)
@@ -331,10 +330,11 @@ class FlatnessMeter(FederationCallback):
         """What compares the global model with the sampled clients'."""
         task, rho, seed = point.task, self.distance_radius, loop.seed
         of_global = self._sharpness(point.loss, point.params, rho, seed)
-        order = numpy_generator(seed, _OWNER, "clients").permutation(len(loop.info.clients))[: self.clients]
+        present = [client for client in clients_in(loop) if len(examples_in(loop, client))]
+        order = numpy_generator(seed, _OWNER, "clients").permutation(len(present))[: self.clients]
         cosines, distances, of_clients = [], [], []
-        for client in [loop.info.clients[number] for number in sorted(order.tolist())]:
-            examples = loop.data.train(client)
+        for client in [present[number] for number in sorted(order.tolist())]:
+            examples = examples_in(loop, client)
             loss = self._loss(loop, task, examples, point.buffers, client)
             cosines.append(measures.cosine(measures.gradient(loss, point.params), slope))
             params, buffers = self._local_model(loop, point, client, examples)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.data.examples import Concatenated, Examples
-from fl_lightning.federation.callbacks import FederationCallback, Row
+from fl_lightning.data.examples import Examples
+from fl_lightning.federation.callbacks import FederationCallback, Row, classes_in, examples_in
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods.base import Fit
 from fl_lightning.metrics import generation as measures
@@ -64,8 +64,8 @@ class GenerationMeter(FederationCallback):
             return {}
         pairs = {
             "generated": _whole(shown),
-            "train": _whole(_real(loop)),
-            "held_out": _whole(loop.data.test_sets()["global"].of_classes(_classes(loop))),
+            "train": _whole(examples_in(loop)),
+            "held_out": _whole(loop.data.test_sets()["global"].of_classes(classes_in(loop))),
         }
         row = measures.memorisation(pairs["generated"], pairs["train"], pairs["held_out"], names)
         if self.feature_epochs:
@@ -81,7 +81,9 @@ class GenerationMeter(FederationCallback):
 
     def _train(self, loop: FederationLoop) -> None:
         """Leave the model with the weights of a classifier of real images."""
-        fit = Fit("model", _real(loop), self.initial, overrides={"max_epochs": self.feature_epochs}, key=("features",))
+        fit = Fit(
+            "model", examples_in(loop), self.initial, overrides={"max_epochs": self.feature_epochs}, key=("features",)
+        )
         loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
         loop.model.load(result.buffers)
 
@@ -155,17 +157,6 @@ class _LastHidden(nn.Module):
     def width(self, image: Tensor) -> int:
         """Number of features."""
         return measures.features(self, image).shape[1]
-
-
-def _classes(loop: FederationLoop) -> list[int]:
-    """Labels of the classes that take part."""
-    return [c for c, name in enumerate(loop.info.class_names) if f"class:{name}" not in loop.method.without]
-
-
-def _real(loop: FederationLoop) -> Examples:
-    """Training images of the clients and classes that take part."""
-    clients = [client for client in loop.data.info.clients if client not in loop.method.without]
-    return Concatenated([loop.data.train(client).of_classes(_classes(loop)) for client in clients])
 
 
 def _whole(examples: Examples) -> tuple[Tensor, Tensor]:

@@ -82,6 +82,10 @@ class FedMITR(InversionDistillation):
             **shared,
         )
         self.stops = SparseModelInversion(events, ratios, freeze)
+        if late := [event for event in events if event >= iterations]:
+            raise ValueError(
+                f"events are {list(events)} and iterations {iterations}; event {late[0]} would never come: all must be below"
+            )
         self.relabel = TokenRelabel(reading, hard_view, lam, beta, self.temperature)
 
 

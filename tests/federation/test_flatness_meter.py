@@ -125,6 +125,19 @@ def test_fd3_compares_the_global_model_with_the_clients_on_their_own_data() -> N
     assert loop.history[-1]["flatness/fd3"] == pytest.approx(of_global - sum(of_clients) / 3)
 
 
+def test_who_has_left_is_not_measured() -> None:
+    loop = federation(FedAvg(rounds=1), batch_size=12, callbacks=[meter()])
+    loop.fit()
+    loop.method.without = ["1", f"class:{loop.info.class_names[0]}"]
+    task, start = loop.model, loop.method.evaluations()[""].start
+    assert start is not None
+    rest = Concatenated([loop.data.train(client) for client in loop.info.clients if client != "1"])
+    rest_loss = mean_loss(task, rest.select(rest.labels.nonzero().flatten()), {}, 512)(start)
+    found = loop.callbacks[0].values(loop)  # type: ignore[attr-defined]
+    assert found["flatness/train_loss"] == pytest.approx(float(rest_loss), rel=1e-6)
+    assert found["flatness/train_loss"] != pytest.approx(loop.history[-1]["flatness/train_loss"], rel=1e-3)
+
+
 def test_parts_make_the_same_numbers_and_the_sample_stays() -> None:
     loops = []
     for size in (512, 5):

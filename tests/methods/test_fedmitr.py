@@ -352,6 +352,7 @@ def test_other_readings_run(reading: Any, view: Any) -> None:
         ({"label_source": "guess"}, "label_source is 'guess'; allowed: 'uniform', 'client_head', 'client_counts'"),
         ({"teacher": "ensemble", "combine": "product"}, "combine is 'product'; an ensemble can be inverted as"),
         ({"events": [3], "ratios": []}, r"events are \[3\] and ratios \[\]"),
+        ({"iterations": 200}, r"iterations 200; event 200 would never come"),
         ({"reading": "r9"}, "reading is 'r9'"),
     ],
 )
