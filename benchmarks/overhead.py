@@ -2,11 +2,11 @@
 
 The loop side is `FederationLoop` with aggregation, byte counts, server step and commit; evaluation is off. The bare side
 loads the global weights, takes the same SGD steps over the same batches of 10 and adds the update up. Both train an MLP of
-50,890 parameters (784-64-10) and a LeNet of 16 channels on 28 x 28 images. Four sides take turns, one round each, within one run: the bare
-loop, ours with each client's fit by Lightning's Trainer (``client_loop: trainer``), by the lean loop (``lean``), and with
-the cohort's fits together (``engine: vectorized``). What is reported is the least over the turns, since work beside it can
-only add: CPU time of this process on one thread for the costs, and for the speed-up the time on the clock as well, where
-each of the two has the better of one and two threads.
+50,890 parameters (784-64-10) and a LeNet of 16 channels on 28 x 28 images. Four sides take turns, one round each, within
+one run: the bare loop, ours with each client's fit by Lightning's Trainer (``client_loop: trainer``), by the lean loop
+(``lean``), and with the cohort's fits together (``engine: vectorized``). What is reported is the least over the turns,
+since work beside it can only add: CPU time of this process on one thread for the costs, and for the speed-up the time on
+the clock as well, where each of the two has the better of one and two threads.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --networks mlp --turns 40
@@ -141,7 +141,9 @@ def report(network: str, counts: tuple[int, int], least: dict[Cell, list[float]]
     print(f"{network}: CPU ms per client-round, one thread, batches of {BATCH}")
     print(f"{'':16}" + "".join(f"{side:>12}" for side in sides))
     rows = {f"{n} steps": {side: by[n] for side, by in cpu.items()} for n in counts}
-    rows |= {f"{label} over bare": {s: of[s] - of["bare"] for s in SIDES} for label, of in (("fixed", fixed), ("step", step))}
+    rows |= {
+        f"{label} over bare": {s: of[s] - of["bare"] for s in SIDES} for label, of in (("fixed", fixed), ("step", step))
+    }
     for label, values in rows.items():
         print(f"{label:16}" + "".join(f"{values[side]:12.2f}" if side in values else f"{'':12}" for side in sides))
     clock = {side: min(least[side, few, threads][1] for threads in (1, 2)) for side in ("bare", "vectorized")}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
@@ -413,7 +414,8 @@ def difference(after: Tensors, before: Tensors) -> dict[str, Tensor]:
 
 def square_norm(tensors: Tensors) -> float:
     """Squared Euclidean norm over all tensors together, in float64."""
-    return sum(float(value.detach().double().pow(2).sum()) for value in tensors.values())
+    flat = [value.detach().double().flatten() for value in tensors.values()]
+    return sum(float(torch.dot(value, value)) for value in flat)
 
 
 def client_drift(total: Reduced, update: Tensors, average: Tensors) -> float:
