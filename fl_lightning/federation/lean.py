@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -62,6 +62,14 @@ _NOT_RUN = (
 _OURS = ("configure_optimizers", "training_step", "on_train_batch_start")
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _cached(function: F) -> F:
+    """`functools.cache` for functions of classes, which its type hints refuse."""
+    return cast(F, cache(function))
+
+
 def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback]) -> str | None:
     """Why a fit needs the Trainer, in half a sentence; None where the lean loop does."""
     if heavy := [callback for callback in callbacks if not _is_light(type(callback))]:
@@ -89,7 +97,7 @@ def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback
     return None
 
 
-@cache
+@_cached
 def _own(kind: type[FederatedTask]) -> str | None:
     """What a kind of task does otherwise than the lean loop; None where there is nothing."""
     own = [name for name in _OURS if getattr(kind, name) is not getattr(FederatedTask, name)]
@@ -188,7 +196,7 @@ def predict(trainer: Trainer, task: FederatedTask, batches: Iterable[Batch]) -> 
     return found
 
 
-@cache
+@_cached
 def _hooks(kind: type[FederatedTask] | type[Callback]) -> tuple[str, ...]:
     """The hooks that a kind of task or callback has a use for."""
     return tuple(name for name in (_CALLBACK_HOOKS if issubclass(kind, Callback) else HOOKS) if _overrides(kind, name))
@@ -199,7 +207,7 @@ def _overrides(kind: type[FederatedTask] | type[Callback], name: str) -> bool:
     return getattr(kind, name) is not getattr(base, name)
 
 
-@cache
+@_cached
 def _is_light(kind: type[Callback]) -> bool:
     """Whether a kind of callback says that it can be run here, and has no hook that is not called."""
     own = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown")) and _overrides(kind, name)]

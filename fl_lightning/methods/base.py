@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
@@ -414,8 +413,7 @@ def difference(after: Tensors, before: Tensors) -> dict[str, Tensor]:
 
 def square_norm(tensors: Tensors) -> float:
     """Squared Euclidean norm over all tensors together, in float64."""
-    flat = [value.detach().double().flatten() for value in tensors.values()]
-    return sum(float(torch.dot(value, value)) for value in flat)
+    return sum(float(value.detach().double().pow(2).sum()) for value in tensors.values())
 
 
 def client_drift(total: Reduced, update: Tensors, average: Tensors) -> float:

@@ -46,6 +46,7 @@ _NOT_CALLED = (
     "on_fit_start",
     "on_train_batch_start",
     "fit_metrics",
+    "cached",
 )
 
 
@@ -146,8 +147,13 @@ class VectorizedEngine(SerialEngine):
         task = self.participant.tasks[fits[0].task]
         reason = lean.obstacle(self.participant.trainer, task, [c for fit in fits for c in fit.callbacks])
         modules = list(task.modules())
+        columns = {name for fit in fits for name in fit.data.extras(torch.tensor([0]))}
         if reason is not None:
             reason = f"a fit needs Lightning's Trainer because {reason}"
+        elif columns:
+            reason = f"examples have columns ({', '.join(sorted(columns))}), and example_losses takes images and labels"
+        elif any(fit.data.augmentation for fit in fits):
+            reason = "augmentation draws for every client by itself"
         elif type(task).example_losses is FederatedTask.example_losses:
             reason = f"{type(task).__name__} has no example_losses"
         elif own := [n for n in _NOT_CALLED if getattr(type(task), n) is not getattr(FederatedTask, n)]:
@@ -328,8 +334,9 @@ class Schedule:
             orders.append(order.view(-1, width)[:own])
         self.steps = [len(order) for order in orders]
         order = torch.zeros(max(self.steps), len(fits), width, dtype=torch.int64)
-        for k, own in enumerate(orders):
-            order[: len(own), k], order[len(own) :, k] = own, own[-1]  # after its last step a client goes on, masked
+        for k, mine in enumerate(orders):
+            order[: len(mine), k] = mine
+            order[len(mine) :, k] = mine[-1]  # after its last step a client goes on, masked
         first = torch.tensor([0, *counts[:-1]]).cumsum(0)[:, None]
         self.inputs = torch.cat([fit.data.fetch(torch.arange(len(fit.data))) for fit in fits]).to(device)
         self.labels = torch.cat([fit.data.labels for fit in fits]).to(device)
