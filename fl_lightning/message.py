@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 import torch
@@ -119,7 +119,7 @@ class Message:
         except Exception as error:
             raise ValueError(f"not a message: {error}") from error
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Length of `to_bytes()`, worked out from names, dtypes and shapes alone."""
         schema = tuple(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.rng import derive_seed, numpy_generator, owned_global_rng, torch_generator
+from fl_lightning.rng import derive_seed, global_rng_saved, numpy_generator, owned_global_rng, torch_generator
 
 
 def test_a_seed_belongs_to_its_owner() -> None:
@@ -43,3 +43,22 @@ def test_global_generators_are_lent_and_given_back() -> None:
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
+
+
+def test_saved_once_around_many_owners() -> None:
+    with owned_global_rng(0, "a"):
+        first, then = draws(), draws()
+    before = states()
+    with global_rng_saved():
+        with owned_global_rng(0, "b"):
+            draws()
+        with owned_global_rng(0, "a"):
+            assert draws() == first
+            with owned_global_rng(0, "c"):  # who borrows from an owner still gives back to it
+                draws()
+            assert draws() == then
+    assert states() == before
+
+
+def states() -> tuple[object, ...]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002

@@ -12,8 +12,8 @@ strategy and its precision plugin, and has no hooks but those below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -62,9 +62,17 @@ _NOT_RUN = (
 _OURS = ("configure_optimizers", "training_step", "on_train_batch_start")
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _cached(function: F) -> F:
+    """`functools.cache` for functions of classes, which its type hints refuse."""
+    return cast(F, cache(function))
+
+
 def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback]) -> str | None:
     """Why a fit needs the Trainer, in half a sentence; None where the lean loop does."""
-    if heavy := [callback for callback in callbacks if not _is_light(callback)]:
+    if heavy := [callback for callback in callbacks if not _is_light(type(callback))]:
         return f"of the callback {type(heavy[0]).__name__}"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         return f"of the strategy {type(trainer.strategy).__name__}"
@@ -84,10 +92,16 @@ def obstacle(trainer: Trainer, task: FederatedTask, callbacks: Sequence[Callback
         return f"of trainer.{refused[0]}"
     if not task.automatic_optimization:
         return f"{type(task).__name__} optimises by hand"
-    own = [name for name in _OURS if getattr(type(task), name) is not getattr(FederatedTask, name)]
-    if own := own + [name for name in _NOT_RUN if _overrides(task, name)]:
-        return f"{type(task).__name__} has its own {own[0]}"
+    if (own := _own(type(task))) is not None:
+        return f"{type(task).__name__} has its own {own}"
     return None
+
+
+@_cached
+def _own(kind: type[FederatedTask]) -> str | None:
+    """What a kind of task does otherwise than the lean loop; None where there is nothing."""
+    own = [name for name in _OURS if getattr(kind, name) is not getattr(FederatedTask, name)]
+    return next(iter(own + [name for name in _NOT_RUN if _overrides(kind, name)]), None)
 
 
 def fit(
@@ -107,11 +121,10 @@ def fit(
     """
     hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLBACK_HOOKS}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for name in filter(partial(_overrides, callback), _CALLBACK_HOOKS):
+        for name in _hooks(type(callback)):
             hooks[name].append(partial(getattr(callback, name), trainer, task))
-    for name in HOOKS:
-        if _overrides(task, name):
-            hooks[name].append(getattr(task, name))
+    for name in _hooks(type(task)):
+        hooks[name].append(getattr(task, name))
 
     def call(name: str, *arguments: Any) -> None:
         for hook in hooks[name]:
@@ -183,14 +196,19 @@ def predict(trainer: Trainer, task: FederatedTask, batches: Iterable[Batch]) -> 
     return found
 
 
-def _overrides(owner: FederatedTask | Callback, name: str) -> bool:
-    base = Callback if isinstance(owner, Callback) else LightningModule
-    return getattr(type(owner), name) is not getattr(base, name)
+@_cached
+def _hooks(kind: type[FederatedTask] | type[Callback]) -> tuple[str, ...]:
+    """The hooks that a kind of task or callback has a use for."""
+    return tuple(name for name in (_CALLBACK_HOOKS if issubclass(kind, Callback) else HOOKS) if _overrides(kind, name))
 
 
-def _is_light(callback: Callback) -> bool:
-    """Whether a callback says that it can be run here, and has no hook that is not called."""
-    own = [
-        name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown")) and _overrides(callback, name)
-    ]
-    return getattr(callback, "runs_lean", False) and set(own) <= set(_CALLBACK_HOOKS)
+def _overrides(kind: type[FederatedTask] | type[Callback], name: str) -> bool:
+    base = Callback if issubclass(kind, Callback) else LightningModule
+    return getattr(kind, name) is not getattr(base, name)
+
+
+@_cached
+def _is_light(kind: type[Callback]) -> bool:
+    """Whether a kind of callback says that it can be run here, and has no hook that is not called."""
+    own = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown")) and _overrides(kind, name)]
+    return getattr(kind, "runs_lean", False) and set(own) <= set(_CALLBACK_HOOKS)

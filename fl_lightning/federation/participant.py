@@ -182,9 +182,10 @@ class Participant:
         if "lr" in fit.overrides:
             task.learning_rate = float(fit.overrides["lr"])
         task.lr_scale = float(fit.overrides.get("lr_scale", 1.0))
-        epochs, steps = self._rewind(fit.overrides)
         # Callbacks of the configuration are copied per fit: one object in several fits would carry its state along.
-        trainer.callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]  # type: ignore[attr-defined]
+        callbacks = [*copy.deepcopy(self.callbacks), *fit.callbacks]
+        by_trainer = not self._lean(task, callbacks)
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
         generator = torch_generator(self.seed, *owner, *fit.key, "shuffle")
         batch_size = int(fit.overrides.get("batch_size", self.batch_size))
         draws = torch_generator(self.seed, *owner, *fit.key, "augment") if fit.data.augmentation else None
@@ -192,7 +193,8 @@ class Participant:
         loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size, draws)
         task.train()
         try:
-            if self._lean(task, trainer.callbacks):  # type: ignore[attr-defined]
+            epochs, steps = self._rewind(fit.overrides, by_trainer)
+            if not by_trainer:
                 optimizer, num_steps = lean.fit(trainer, task, loader, epochs, steps)
             else:
                 trainer.fit(task, loader)
@@ -203,7 +205,7 @@ class Participant:
                 self.flops.fit(fit.task, task, next(iter(loader)), often)
             self.num_gradients += task.num_gradients
         finally:
-            self._release()
+            self._release(by_trainer)
         if trainer.world_size > 1:
             task.loss_sum = trainer.strategy.reduce(task.loss_sum, reduce_op="mean")
         return Result(
@@ -233,13 +235,13 @@ class Participant:
             print(f"fits of {type(task).__name__} run under Lightning's Trainer because {reason}", file=sys.stderr)
         return reason is None
 
-    def _release(self) -> None:
+    def _release(self, by_trainer: bool) -> None:
         """Let go of the optimizer, its state, the examples and the callbacks, which the Trainer would keep until the next
         fit."""
-        trainer = self.trainer
-        trainer.strategy._reset_optimizers_and_schedulers()
-        trainer.callbacks = []  # type: ignore[attr-defined]
-        self._rewind({})
+        self.trainer.callbacks = []  # type: ignore[attr-defined]
+        if by_trainer:
+            self.trainer.strategy._reset_optimizers_and_schedulers()
+        self._rewind({}, by_trainer)
 
     @staticmethod
     def _inputs(task: FederatedTask, examples: Examples, keep: bool = True) -> Examples:
@@ -248,17 +250,24 @@ class Participant:
         task.inputs_are_cached = cached is not None
         return examples if cached is None else cached
 
-    def _rewind(self, overrides: Mapping[str, float]) -> tuple[int, int]:
-        """Give the Trainer new loops. A Trainer that has run would otherwise see its limits reached and train nothing.
+    def _rewind(self, overrides: Mapping[str, float], by_trainer: bool) -> tuple[int, int]:
+        """Give the Trainer new loops. A Trainer that has run would otherwise see its limits reached and train nothing. The
+        lean loop only counts in them: there the counters go back.
 
         Returns:
             The limits of epochs and steps, -1 for none.
         """
         trainer = self.trainer
         epochs, steps, _ = self.budget(overrides)
-        old = trainer.fit_loop
-        trainer.fit_loop = type(old)(trainer, min_epochs=old.min_epochs, max_epochs=epochs)
-        trainer.fit_loop.epoch_loop = type(old.epoch_loop)(trainer, min_steps=old.epoch_loop.min_steps, max_steps=steps)
+        loop = trainer.fit_loop
+        if by_trainer:
+            trainer.fit_loop = type(loop)(trainer, min_epochs=loop.min_epochs, max_epochs=epochs)
+            inner = type(loop.epoch_loop)(trainer, min_steps=loop.epoch_loop.min_steps, max_steps=steps)
+            trainer.fit_loop.epoch_loop = inner
+        else:
+            loop.max_epochs, loop.epoch_loop.max_steps = epochs, steps
+            loop.epoch_progress.reset()
+            loop.epoch_loop.automatic_optimization.optim_progress.reset()
         trainer.should_stop = False
         # Callbacks change these in the middle of a fit.
         trainer.accumulate_grad_batches, trainer.gradient_clip_val = self._accumulate, self._clip

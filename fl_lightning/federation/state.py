@@ -31,9 +31,14 @@ class MemoryStore:
         return self._memories.get(client, MappingProxyType({}))
 
     def commit(self, client: str, memory: Groups) -> None:
-        """Replace a client's memory."""
+        """Replace a client's memory. A part of something larger (a stack of clients) is copied, to let go of the rest."""
         self._memories[client] = MappingProxyType(
-            {group: MappingProxyType(dict(tensors)) for group, tensors in memory.items()}
+            {
+                group: MappingProxyType(
+                    {n: v.clone() if v.untyped_storage().nbytes() > v.nbytes else v for n, v in tensors.items()}
+                )
+                for group, tensors in memory.items()
+            }
         )
 
     def state_dict(self) -> dict[str, Any]:

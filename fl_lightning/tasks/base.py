@@ -21,6 +21,10 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rules.base import LocalRule
 
+_STEP = ("_current_fx_name", "_loss_counted", "_seen", "loss_sum", "num_losses", "lr_sum", "num_gradients")
+_FIT = ("given", "rule", "criterion", "learning_rate", "lr_scale", "inputs_are_cached", "_trainer", "training")
+_PLAIN = frozenset((*_STEP, *_FIT))
+
 
 class Batch(NamedTuple):
     """One step's examples.
@@ -113,8 +117,12 @@ class FederatedTask(LightningModule):
 
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Buffers that belong to the model's state (BatchNorm statistics), by name."""
-        stateful = self.state_dict(keep_vars=True).keys()
-        return {name: buffer for name, buffer in self.named_buffers() if name in stateful}
+        return {
+            f"{path}.{leaf}".lstrip("."): buffer
+            for path, module in self.named_modules()
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None and leaf not in module._non_persistent_buffers_set
+        }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -124,15 +132,17 @@ class FederatedTask(LightningModule):
             KeyError: A name is unknown.
             ValueError: A shape differs.
         """
-        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        modules = dict(self.named_modules())
         for name, value in tensors.items():
-            if name not in own:
+            path, _, leaf = name.rpartition(".")
+            own = None
+            if (module := modules.get(path)) is not None:
+                own = module._parameters.get(leaf, module._buffers.get(leaf))
+            if own is None:
                 raise KeyError(f"{type(self).__name__} has no parameter or buffer {name!r}")
-            if own[name].shape != value.shape:
-                raise ValueError(
-                    f"{name!r} is {tuple(own[name].shape)} here and {tuple(value.shape)} in what is loaded"
-                )
-            own[name].copy_(value)
+            if own.shape != value.shape:
+                raise ValueError(f"{name!r} is {tuple(own.shape)} here and {tuple(value.shape)} in what is loaded")
+            own.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the trainable parameters and persistent buffers, on the CPU."""
@@ -142,8 +152,8 @@ class FederatedTask(LightningModule):
     # ---- what Lightning calls
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning notes the running hook sixty times a step; nn.Module would look for parameters in it each time.
-        if name == "_current_fx_name":
+        # These change at every step, and nn.Module would look for parameters in them each time.
+        if name in _PLAIN:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -157,7 +167,9 @@ class FederatedTask(LightningModule):
         self._seen = batch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = (self.loss(batch) if self.criterion is None else self.criterion(self, batch)) * batch.scale
+        loss = self.loss(batch) if self.criterion is None else self.criterion(self, batch)
+        if batch.scale != 1:
+            loss = loss * batch.scale
         self.num_gradients += 1
         if not self._loss_counted:  # a rule may ask for several gradients; the batch counts once
             self.loss_sum += loss.detach()

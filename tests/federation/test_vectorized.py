@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ from methods.test_flat_family import FAMILY
 from torch import Tensor, nn
 
 from fl_lightning.data.augmentation import HorizontalFlip
+from fl_lightning.data.examples import Annotated, Examples
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.sampling import UniformSampler
+from fl_lightning.message import Message
 from fl_lightning.methods import FedAvg, LocalOnly
+from fl_lightning.methods.averaging import AveragingClient
+from fl_lightning.methods.base import Client, Steps
 from fl_lightning.tasks import ClassificationTask, FederatedTask
 
 METHODS = {name: make for name, (make, *_) in FAMILY.items()} | {"local_only": LocalOnly}
@@ -127,13 +132,38 @@ def test_what_would_differ_is_refused_before_training(options: dict[str, Any], t
         federation(FedAvg(rounds=1), (6, 6), engine="vectorized", **options).fit()
 
 
-@pytest.mark.parametrize("name", ["loss", "training_step", "on_before_optimizer_step", "setup"])
+@pytest.mark.parametrize("name", ["loss", "training_step", "on_before_optimizer_step", "setup", "cached"])
 def test_a_tasks_own_code_is_never_skipped(name: str) -> None:
     loop = federation(FedAvg(rounds=1), (6, 6), engine="vectorized")
     own = getattr(ClassificationTask, name)
     kind = type("Own", (ClassificationTask,), {name: lambda self, *a, **k: own(self, *a, **k)})
     loop.participant.tasks["model"].__class__ = kind
     with pytest.raises(ValueError, match=f"cannot be vectorised: .*(own {name})"):
+        loop.fit()
+
+
+@dataclass(frozen=True)
+class Annotating(AveragingClient):
+    """Trains on examples with a further column, or with augmentation of its own."""
+
+    augmented: bool = False
+
+    def update(self, client: Client, message: Message) -> Steps:
+        train: Examples = client.train.select(range(len(client.train)))
+        if self.augmented:
+            train.augmentation = (HorizontalFlip(),)
+        else:
+            train = Annotated(train, {"soft": torch.zeros(len(train), 2)})
+        return super().update(replace(client, train=train), message)
+
+
+@pytest.mark.parametrize(
+    ("augmented", "text"), [(False, r"examples have columns \(soft\)"), (True, "augmentation draws")]
+)
+def test_what_examples_bring_along_is_never_ignored(augmented: bool, text: str) -> None:
+    loop = federation(FedAvg(rounds=1), (6, 6), engine="vectorized")
+    loop.program = Annotating("average", augmented)
+    with pytest.raises(ValueError, match=f"Annotating cannot be vectorised: {text}"):
         loop.fit()
 
 

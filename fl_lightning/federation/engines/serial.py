@@ -21,6 +21,7 @@ from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Group, Message
 from fl_lightning.methods.base import Client, ClientProgram, Reply
+from fl_lightning.rng import global_rng_saved
 
 
 class SerialEngine(Engine):
@@ -64,15 +65,16 @@ class SerialEngine(Engine):
         total = Total(clients=tuple(cohort))
         reducer, weights, memories = BlockReducer(uplink, weight), 0.0, {}
         before = self.participant.num_gradients
-        for number, (reply, received) in enumerate(self.replies(program, message, cohort, addressed, progress), 1):
-            check_reply(reply, uplink)
-            accepted(reply)
-            reducer.add(reply.message)
-            if number % BLOCK_SIZE == 0:
-                reducer.close_block()
-            if reply.memory is not None:
-                memories[reply.message.sender] = reply.memory
-            weights += total.take(reply, received, weight(reply.message))
+        with global_rng_saved():
+            for number, (reply, received) in enumerate(self.replies(program, message, cohort, addressed, progress), 1):
+                check_reply(reply, uplink)
+                accepted(reply)
+                reducer.add(reply.message)
+                if number % BLOCK_SIZE == 0:
+                    reducer.close_block()
+                if reply.memory is not None:
+                    memories[reply.message.sender] = reply.memory
+                weights += total.take(reply, received, weight(reply.message))
         total.groups = reducer.finish()
         total.average(weights)
         total.num_gradients = self.participant.num_gradients - before

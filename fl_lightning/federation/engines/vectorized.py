@@ -8,8 +8,9 @@ are allowed act on every element by itself. A client with fewer steps, or a shor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ _NOT_CALLED = (
     "on_fit_start",
     "on_train_batch_start",
     "fit_metrics",
+    "cached",
 )
 
 
@@ -145,8 +147,13 @@ class VectorizedEngine(SerialEngine):
         task = self.participant.tasks[fits[0].task]
         reason = lean.obstacle(self.participant.trainer, task, [c for fit in fits for c in fit.callbacks])
         modules = list(task.modules())
+        columns = {name for fit in fits for name in fit.data.extras(torch.tensor([0]))}
         if reason is not None:
             reason = f"a fit needs Lightning's Trainer because {reason}"
+        elif columns:
+            reason = f"examples have columns ({', '.join(sorted(columns))}), and example_losses takes images and labels"
+        elif any(fit.data.augmentation for fit in fits):
+            reason = "augmentation draws for every client by itself"
         elif type(task).example_losses is FederatedTask.example_losses:
             reason = f"{type(task).__name__} has no example_losses"
         elif own := [n for n in _NOT_CALLED if getattr(type(task), n) is not getattr(FederatedTask, n)]:
@@ -169,53 +176,52 @@ class VectorizedEngine(SerialEngine):
         device = worker.trainer.strategy.root_device
         task.to(device)
         task.train()
-        if fits[0].start is None:
+        if any(fit.start is None for fit in fits):
             raise ValueError("a vectorised fit needs a start; there is no model that clients share")
-        names = list(task.trainable())
-        params = {n: torch.stack([fit.start[n] for fit in fits]).to(device) for n in names}
+        count, names = len(fits), list(task.trainable())
+        start, axis = _stacked([{n: fit.start[n] for n in names} for fit in fits], device)
+        # The optimizer writes into these.
+        params = {n: (p if axis == 0 else p.expand(count, *p.shape)).clone() for n, p in start.items()}
         optimizer = self._optimizer(task, params, fits[0])
         rule = compose(fits[0].rules)
-        given, axes = _stacked([fit.given for fit in fits], device)
-        start = {n: p.clone() for n, p in params.items()}  # the optimizer writes into ``params``
-        constants = vmap(rule.constants, in_dims=(0, axes))(start, given)
-        carry = vmap(rule.initial_carry)(start)
+        groups = {name: _stacked([fit.given[name] for fit in fits], device) for name in fits[0].given}
+        given, axes = {name: g for name, (g, _) in groups.items()}, {name: a for name, (_, a) in groups.items()}
+        # What all clients share is computed once: ``vmap`` hands it out as a view of K equal rows.
+        each = partial(vmap, in_dims=(0, axis, axes))
+        clients = torch.zeros(count, device=device)
+        constants = each(lambda _, s, g: rule.constants(s, g))(clients, start, given)
+        carry = each(lambda _, s, g: rule.initial_carry(s))(clients, start, given)
         schedule = Schedule(worker, round, turns, device)
         step = VectorizedStep(task, rule, worker.trainer.gradient_clip_val, worker.trainer.gradient_clip_algorithm)
-        loss_sum = torch.zeros(len(fits), device=device)
-        num_gradients, lr_sum = torch.zeros(len(fits), dtype=torch.int64), torch.zeros(len(fits), dtype=torch.float64)
-        for number, (inputs, labels, mask, active) in enumerate(schedule):
-            whole = bool(active.all())
-            kept = None if whole else {n: p.detach().clone() for n, p in params.items()}
-            direction, moved, losses, calls = step(params, inputs, labels, mask, constants, carry, number)
-            for n, parameter in optimizer_parameters(optimizer, names):
+        steps, losses, calls, rates = schedule.steps, [], [0], [0.0]
+        for number, (inputs, labels, mask) in enumerate(schedule):
+            idle = [k for k in range(count) if steps[k] <= number]
+            before = {n: p[idle] for n, p in params.items()} if idle else {}
+            direction, moved, loss, taken = step(params, inputs, labels, mask, constants, carry, number)
+            for n, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True):
                 parameter.grad = direction[n].detach()
             optimizer.step()
-            current = {n: p.detach() for n, p in optimizer_parameters(optimizer, names)}
-            if kept is None:
-                carry = moved
-            else:
-                current = _where(active, current, kept)
-                for n, parameter in optimizer_parameters(optimizer, names):
-                    parameter.data = current[n]
-                carry = _where(active, moved, carry)
-            params = current
-            on_cpu = active.cpu()
-            loss_sum += torch.where(active, losses.detach(), torch.zeros_like(losses)).float()
-            num_gradients += calls * on_cpu
-            lr_sum += optimizer.param_groups[0]["lr"] * on_cpu.double()
-        worker.num_gradients += int(num_gradients.sum())
-        outcome = rule.outcome(carry)
-        steps = schedule.steps
+            for n, rows in before.items():
+                params[n][idle] = rows  # one who has finished computes on, to no effect
+            carry = _where(torch.tensor([number < s for s in steps], device=device), moved, carry) if idle else moved
+            losses.append(loss.detach())
+            calls.append(calls[-1] + taken)
+            rates.append(rates[-1] + optimizer.param_groups[0]["lr"])
+        by_step = torch.stack(losses).float().cpu()
+        done = torch.arange(len(losses))[:, None] < torch.tensor(steps)
+        loss_sums = torch.where(done, by_step, 0.0).sum(0).tolist()
+        worker.num_gradients += sum(calls[s] for s in steps)
+        outcome = {g: _rows(tensors) for g, tensors in rule.outcome(carry).items()}
         return [
             Result(
-                params={n: p[k].to("cpu", copy=True) for n, p in params.items()},
+                params=after,
                 num_steps=steps[k],
-                lr_sum=float(lr_sum[k]),
-                metrics={"loss": float(loss_sum[k]) / max(steps[k], 1)},
-                num_gradients=int(num_gradients[k]),
-                outcome={g: {n: v[k].to("cpu", copy=True) for n, v in t.items()} for g, t in outcome.items()},
+                lr_sum=rates[steps[k]],
+                metrics={"loss": loss_sums[k] / max(steps[k], 1)},
+                num_gradients=calls[steps[k]],
+                outcome={group: rows[k] for group, rows in outcome.items()},
             )
-            for k in range(len(fits))
+            for k, after in enumerate(_rows(params))
         ]
 
     def _optimizer(self, task: FederatedTask, params: dict[str, Tensor], fit: Fit) -> Optimizer:
@@ -236,11 +242,6 @@ class VectorizedEngine(SerialEngine):
         for n, p in zip(params, optimizer.param_groups[0]["params"], strict=True):
             params[n] = p.detach()
         return optimizer
-
-
-def optimizer_parameters(optimizer: Optimizer, names: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters by name."""
-    return zip(names, optimizer.param_groups[0]["params"], strict=True)
 
 
 class VectorizedStep:
@@ -305,51 +306,47 @@ class VectorizedStep:
 class Schedule:
     """The batches of all clients, step by step: each client's own order, the one that it would have alone.
 
-    Iterating gives inputs (K, B, ...), labels (K, B), mask (K, B) and who is still training (K,).
+    Iterating gives inputs (K, B, ...), labels (K, B) and mask (K, B), 1 for an example and 0 for padding.
 
     Args:
         worker: Holds seed and budgets.
         round: Round number.
         turns: The clients, with their fits.
         device: Where the batches go.
+
+    Attributes:
+        steps: Of every client.
     """
 
     def __init__(self, worker: Participant, round: int, turns: list[Turn], device: torch.device) -> None:
-        self.device = device
         fits = [turn.request for turn in turns]
         epochs, steps, size = worker.budget(fits[0].overrides)
+        counts = [len(fit.data) for fit in fits]
+        width = min(size, max(counts))
         orders = []
-        for turn, fit in zip(turns, fits, strict=True):
+        for turn, fit, count in zip(turns, fits, counts, strict=True):
             generator = torch_generator(worker.seed, round, turn.key, *fit.key, "shuffle")
-            batches: list[Tensor] = []
-            epoch = 0
-            while epoch != epochs and not len(batches) >= steps >= 0:
-                batches += torch.randperm(len(fit.data), generator=generator).split(size)
-                epoch += 1
-            orders.append(batches if steps < 0 else batches[:steps])
+            batches = math.ceil(count / width)  # of an epoch
+            own = steps if epochs < 0 else epochs * batches if steps < 0 else min(steps, epochs * batches)
+            order = torch.full((math.ceil(own / batches), batches * width), -1)
+            for epoch in order:
+                epoch[:count] = torch.randperm(count, generator=generator)
+            orders.append(order.view(-1, width)[:own])
         self.steps = [len(order) for order in orders]
-        self.width = max(len(batch) for order in orders for batch in order)
-        longest = max(len(fit.data) for fit in fits)
-        whole = [fit.data.fetch(torch.arange(len(fit.data))) for fit in fits]
-        self.inputs = whole[0].new_zeros((len(fits), longest, *whole[0].shape[1:]))
-        self.labels = torch.zeros(len(fits), longest, dtype=torch.int64)
-        for k, (inputs, fit) in enumerate(zip(whole, fits, strict=True)):
-            self.inputs[k, : len(inputs)], self.labels[k, : len(inputs)] = inputs, fit.data.labels
-        self.inputs, self.labels = self.inputs.to(device), self.labels.to(device)
-        self.orders = orders
+        order = torch.zeros(max(self.steps), len(fits), width, dtype=torch.int64)
+        for k, mine in enumerate(orders):
+            order[: len(mine), k] = mine
+            order[len(mine) :, k] = mine[-1]  # after its last step a client goes on, masked
+        first = torch.tensor([0, *counts[:-1]]).cumsum(0)[:, None]
+        self.inputs = torch.cat([fit.data.fetch(torch.arange(len(fit.data))) for fit in fits]).to(device)
+        self.labels = torch.cat([fit.data.labels for fit in fits]).to(device)
+        self.places = (order.clamp(min=0) + first).to(device)  # padding is an example of the client's own
+        self.mask = (order >= 0).to(device, self.inputs.dtype)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        rows = torch.arange(len(self.orders), device=self.device)[:, None]
-        for number in range(max(self.steps)):
-            places = torch.zeros(len(self.orders), self.width, dtype=torch.int64)
-            mask = torch.zeros(len(self.orders), self.width)
-            active = torch.tensor([number < count for count in self.steps])
-            for k, order in enumerate(self.orders):
-                batch = order[min(number, len(order) - 1)]  # one who has finished computes on, to no effect
-                places[k, : len(batch)], mask[k, : len(batch)] = batch, 1.0
-            places = places.to(self.device)
-            weights = mask.to(self.device, self.inputs.dtype)
-            yield self.inputs[rows, places], self.labels[rows, places], weights, active.to(self.device)
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for places, mask in zip(self.places, self.mask, strict=True):
+            batch = [v.index_select(0, places.flatten()).unflatten(0, places.shape) for v in (self.inputs, self.labels)]
+            yield batch[0], batch[1], mask
 
 
 class _Losses(nn.Module):
@@ -373,19 +370,16 @@ def _kind(fit: Fit) -> Any:
     return fit.task, fit.rules, tuple(sorted(fit.overrides.items())), tuple(sorted(fit.given)), fit.key
 
 
-def _stacked(given: Sequence[Mapping[str, Tensors]], device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Given groups of all clients, and the axis of the clients: None for a group that is the same for all (a broadcast)."""
-    groups: dict[str, Any] = {}
-    axes: dict[str, Any] = {}
-    for name in given[0]:
-        shared = all(other[name] is given[0][name] for other in given)
-        tensors = given[0][name]
-        groups[name] = {
-            n: (v if shared else torch.stack([other[name][n] for other in given])).to(device)
-            for n, v in tensors.items()
-        }
-        axes[name] = None if shared else 0
-    return groups, axes
+def _stacked(many: Sequence[Tensors], device: torch.device) -> tuple[dict[str, Tensor], int | None]:
+    """Tensors of all clients, and the axis of the clients: None where they are the same for all (a broadcast)."""
+    shared = all(other[n] is value for other in many for n, value in many[0].items())
+    stack = {n: v if shared else torch.stack([other[n] for other in many]) for n, v in many[0].items()}
+    return {n: v.to(device) for n, v in stack.items()}, None if shared else 0
+
+
+def _rows(stack: Tensors) -> list[dict[str, Tensor]]:
+    """Each client's part of a stack, as views on the CPU; of no tensors, there are none."""
+    return [dict(zip(stack, row, strict=True)) for row in zip(*(v.cpu().unbind() for v in stack.values()), strict=True)]
 
 
 def _where(active: Tensor, new: Any, old: Any) -> Any:
