@@ -212,21 +212,20 @@ class Aggregator(ABC):
             if rows:
                 _check_alike(rows[0], flat, sender)
             rows.append(flat)
-        names = list(rows[0])
-        real = [name for name in names if rows[0][name].dtype.is_floating_point]
-        wide = torch.float64 if any(rows[0][name].dtype == torch.float64 for name in real) else torch.float32
-        vectors = torch.stack([torch.cat([row[name].to(wide).flatten() for name in real]) for row in rows])
+        keys = list(rows[0])
+        real = [key for key in keys if rows[0][key].dtype.is_floating_point]
+        wide = torch.float64 if any(rows[0][key].dtype == torch.float64 for key in real) else torch.float32
+        vectors = torch.stack([torch.cat([row[key].to(wide).flatten() for key in real]) for row in rows])
         if endless := [s for s, vector in zip(senders, vectors, strict=True) if not vector.isfinite().all()]:
             raise ValueError(f"{type(self).__name__} needs finite updates; those of {', '.join(endless)} are not")
-        parts = self.combine(vectors, refused).split([rows[0][name].numel() for name in real])
-        found = {name: part.view(rows[0][name].shape) for name, part in zip(real, parts, strict=True)}
-        for name in names:
-            if name not in found:
-                found[name] = torch.stack([row[name] for row in rows]).double().quantile(0.5, 0)
+        parts = self.combine(vectors, refused).split([rows[0][key].numel() for key in real])
+        found = {key: part.view(rows[0][key].shape) for key, part in zip(real, parts, strict=True)}
         out: dict[str, Any] = {**gathered, **{group: {} for group in groups}}
-        for (group, name), value in found.items():
+        for key in keys:
+            group, name = key
+            value = found[key] if key in found else torch.stack([row[key] for row in rows]).double().quantile(0.5, 0)
             often = uplink[group].reduce.copies(len(rows)) or 1.0
-            out[group][name] = _narrow(value * often, rows[0][group, name].dtype)
+            out[group][name] = _narrow(value * often, rows[0][key].dtype)
         return out
 
     @staticmethod
