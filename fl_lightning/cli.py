@@ -26,10 +26,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 # Short class names in a YAML are looked up among what is imported here.
+import fl_lightning.aggregation
 import fl_lightning.callbacks
 import fl_lightning.data.glyphs
 import fl_lightning.data.scenes
 import fl_lightning.data.sources
+import fl_lightning.federation.attacks
 import fl_lightning.federation.distillation
 import fl_lightning.federation.generation
 import fl_lightning.methods

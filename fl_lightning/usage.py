@@ -14,8 +14,10 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.data.partition import Partitioner
 from fl_lightning.data.source import Source
+from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.sampling import CohortSampler
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
@@ -26,6 +28,8 @@ BASES: dict[str, type] = {  # by the last part of a key
     "source": Source,
     "partitioner": Partitioner,
     "sampler": CohortSampler,
+    "aggregator": Aggregator,
+    "attack": Attack,
     "optimizer": Optimizer,
     "server_optimizer": Optimizer,
 }

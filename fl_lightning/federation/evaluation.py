@@ -11,7 +11,8 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.examples import DataInfo, Examples, View
 from fl_lightning.federation.engines.base import Engine
 from fl_lightning.federation.participant import Participant
-from fl_lightning.methods.base import Method, Predict
+from fl_lightning.message import Message
+from fl_lightning.methods.base import ClientProgram, Predict
 from fl_lightning.metrics.evaluation import (
     client_scores,
     confusion,
@@ -119,10 +120,10 @@ class Evaluator:
                 accuracies.append(float((own.argmax(1) == expected).double().mean()))
         return {"local_mean/acc": sum(accuracies) / len(accuracies)} if accuracies else {}
 
-    def personal(self, engine: Engine, method: Method, round: int) -> dict[str, float]:
+    def personal(self, engine: Engine, program: ClientProgram, message: Message) -> dict[str, float]:
         """Scores of the clients' own models: ``personal_mean/acc`` on their own shares of the test set,
         ``val_personal_mean/acc`` on their validation examples, ``personal_mean/global_acc`` on the test set of all."""
-        outputs = engine.evaluate(method.client(), method.judged(round), self.clients)
+        outputs = engine.evaluate(program, message, self.clients)
         if outputs is None:
             return {}
         classes = self.info.base_classes

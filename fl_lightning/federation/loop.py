@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 import torch
 
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.examples import DataInfo, Examples
+from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.engines.base import Engine
 from fl_lightning.federation.engines.serial import SerialEngine
@@ -27,7 +29,7 @@ from fl_lightning.federation.participant import ClientLoop, Participant, ServerS
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
 from fl_lightning.federation.uploads import SaveUploads, upload_clients, uploads_folder
-from fl_lightning.methods.base import Method, Predict
+from fl_lightning.methods.base import Method, Predict, Reply
 from fl_lightning.tasks.base import FederatedTask
 
 DRY_RUN = 2  # rounds and clients of a dry run (trainer.fast_dev_run)
@@ -60,6 +62,8 @@ class FederationLoop:
             the run's seed. The replies of round 1 come from there, and no client trains in it; the clients are those
             who have sent something. With ``data.num_clients: 0`` there is no data but the test set.
         save_uploads: Write what the clients send in round 1 to ``uploads/`` in the run's folder.
+        aggregator: A rule in place of the mean of updates, for example `Krum`; null for the method's own.
+        attack: Hostile clients, for experiments.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class FederationLoop:
         progress: bool = True,
         uploads: str | None = None,
         save_uploads: bool = False,
+        aggregator: Aggregator | None = None,
+        attack: Attack | None = None,
     ) -> None:
         for label, value in {
             "evaluate_every": evaluate_every,
@@ -106,6 +112,7 @@ class FederationLoop:
         self.checkpoint_every, self.keep_last, self.monitor = checkpoint_every, keep_last, monitor
         self.num_threads, self.eval_batch_size, self.progress = num_threads, eval_batch_size, progress
         self.uploads, self.save_uploads = uploads, save_uploads
+        self.aggregator, self.attack = aggregator, attack
         self.callbacks: list[FederationCallback] = list(callbacks or [])
         self.history: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
@@ -159,6 +166,8 @@ class FederationLoop:
         model.build(info, seed)
         method.setup(model, info, seed)
         self.program = method.client()
+        if self.attack is not None:
+            self.program = self.attack.wrap(self.program, info, seed)
         tasks = {**method.tasks(model), **self.program.tasks(model)}
         self.participant = Participant(tasks, trainer, batch_size, seed, self.eval_batch_size, self.client_loop)
         self.is_main = self.participant.trainer.global_rank == 0
@@ -201,6 +210,7 @@ class FederationLoop:
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round
+        self._check_aggregator()
         try:
             self._call("on_start")
             self._commit()
@@ -220,26 +230,54 @@ class FederationLoop:
             raise
         return self.history
 
+    def _cohort(self, round: int) -> tuple[str, ...]:
+        cohort = self.method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
+        return tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
+
+    def _check_aggregator(self) -> None:
+        """Refuse, before any training, a rule that some round's cohort is too small for, or that the method has no use for.
+
+        Raises:
+            ValueError: It is.
+        """
+        for round in range(self.round + 1, self.method.rounds + 1) if self.aggregator and not self.dry_run else ():
+            assert self.aggregator is not None
+            if cohort := self._cohort(round):
+                self.aggregator.gathering(self.method.uplink(round))
+                try:
+                    self.aggregator.check(len(cohort))
+                except ValueError as error:
+                    raise ValueError(f"federation.aggregator: {error} (round {round})") from None
+
     def _run_round(self, round: int) -> None:
         method, started = self.method, _clocks()
         flops = self.participant.flops = self.flops
         before = flops.total if flops else 0.0
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
-            cohort = method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
-            cohort = tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
+            cohort = self._cohort(round)
             message = method.broadcast(round)
             done = iter(range(len(cohort) + 1))
+            uplink, scalars = method.uplink(round), list[Mapping[str, float]]()
+            rule = self.aggregator if cohort and not self.dry_run else None  # a dry run has too few clients for most
+
+            def accepted(reply: Reply) -> None:
+                scalars.append(reply.message.scalars)
+                self._call("on_reply", reply)
+
             total = self.engine.run(
                 self.program,
                 message,
                 cohort,
-                method.uplink(round),
+                rule.gathering(uplink) if rule else uplink,
                 method.weight,
                 lambda client: method.addressed(round, client),
                 lambda client: self._call("on_stage", f"client {client}", next(done), len(cohort)),
-                lambda reply: self._call("on_reply", reply),
+                accepted,
             )
+            if rule:
+                total.groups = rule.aggregate(total.groups, uplink)
+                total.scalars = rule.scalars(scalars)
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))
             numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
@@ -292,7 +330,7 @@ class FederationLoop:
             values = self.evaluator.model(request, self.round, validate=validate, test=test)
             row |= {f"{prefix}/{name}" if prefix else name: value for name, value in values.items()}
         if test:
-            row |= self.evaluator.personal(self.engine, self.method, self.round)
+            row |= self.evaluator.personal(self.engine, self.program, self.method.judged(self.round))
         return row
 
     def _call(self, hook: str, *args: Any) -> None:

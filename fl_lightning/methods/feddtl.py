@@ -152,6 +152,9 @@ class ProductMean(Mean):
             products[name] = (self.start[b] + tensors[b]) @ (self.start[a] + tensors[a])
         return super().add(total, products, weight, sender)
 
+    def copies(self, replies: int) -> float | None:
+        return None  # a rule over the factors would not be one over the products
+
     def finish(self, total: Any) -> dict[str, Tensor]:
         update = {}
         for name, product in super().finish(total).items():
