@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.methods import CoBoosting
 from fl_lightning.methods.base import Training
-from fl_lightning.methods.co_boosting import ClippedSignDescent
+from fl_lightning.methods.co_boosting import ClippedSignDescent, DiverseSamples
 from fl_lightning.metrics.experts import mean_of_experts
 from fl_lightning.rng import derive_seed, torch_generator
 from fl_lightning.tasks.ensemble import EnsembleTask, combined
@@ -128,6 +129,26 @@ def test_a_step_of_the_weights_by_hand() -> None:
     alone.grad = torch.tensor([1e-9, 0.0])
     optimizer.step()
     assert alone[0] == torch.tensor(0.03)  # an ensemble of nobody would be no ensemble
+
+
+def test_diverse_images_are_a_signed_step_of_tempered_probabilities() -> None:
+    mapping = 6 * torch.randn(4, 3, generator=torch_generator(3))
+
+    class Linear(DiverseSamples):
+        def ensemble(self, task: Any, images: torch.Tensor) -> torch.Tensor:
+            return images.flatten(1) @ mapping
+
+    step = Linear(None, "mean_logits", 0.1, 4.0, seed=5)  # type: ignore[arg-type]
+    step.on_fit_start(None, SimpleNamespace())
+    images = torch.rand(8, 1, 2, 2, generator=torch_generator(4))
+    u = 2 * torch.rand(8, 3, generator=torch.Generator().manual_seed(5)) - 1
+    slopes = {}
+    for temperature in (1.0, 4.0):
+        p = (images.flatten(1) @ mapping / temperature).softmax(1)
+        slopes[temperature] = (p * (u - (p * u).sum(1, keepdim=True))) @ mapping.T
+    assert not torch.equal(slopes[1.0].sign(), slopes[4.0].sign())  # so that the temperature can be seen
+    expected = images.flatten(1) + 0.1 * slopes[4.0].sign()
+    torch.testing.assert_close(step.diverse(None, images).flatten(1), expected)  # type: ignore[arg-type]
 
 
 def test_statistics_are_a_mean_over_the_teachers() -> None:

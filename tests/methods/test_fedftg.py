@@ -33,9 +33,12 @@ def test_two_iterations_are_those_of_a_plain_loop(kind: Any, class_mean: bool) -
         generator_optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
     )
     loop = small(method, optimizer=sgd(0.1, momentum=0.9))
+    drawn, draw = [], method.draw
+    method.draw = lambda *given: (drawn.append(given[2]), draw(*given))[1]  # type: ignore[method-assign]
     loop.fit()
     held = [loop.data.train(client).labels.bincount(minlength=CLASSES) for client in "012"]
     counts = torch.stack(held).float()
+    assert all(torch.equal(shares, counts.sum(0)) for shares in drawn)  # balanced here: a draw alone would not tell
     alpha = counts / counts.sum(0)
     teachers = [method.uploads[client] for client in "012"]
     sizes = [7, 12, 5]
