@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,4 +53,7 @@ class UploadsEngine(SerialEngine):
             return
         for key in cohort:
             progress(key)
-            yield self.guard.ask(key, lambda key=key: read_upload(self.folder, key, self._uplink)[0]), None
+            yield self.guard.ask(key, partial(self._read, key)), None
+
+    def _read(self, key: str) -> Reply:
+        return read_upload(self.folder, key, self._uplink)[0]
