@@ -39,6 +39,7 @@ import fl_lightning.models
 import fl_lightning.tasks  # noqa: F401
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation.flatness import FlatnessMeter
+from fl_lightning.federation.incoming import BadReply
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder, write_json
@@ -62,7 +63,10 @@ _NOT_MEANING = {
     "class_name": None,
     "approximate": None,
     "verify": None,
-    "federation": ("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor", "save_uploads"),
+    "federation": (
+        *("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor", "save_uploads"),
+        *("on_client_error", "min_clients", "max_reply_bytes"),  # a run that a client ended may go on without it
+    ),
     "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),
 }
 
@@ -249,7 +253,7 @@ class FederatedCLI(LightningCLI):
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
         except ValueError as error:
-            if self.loop.round > 0:  # no wrong argument, then: it wants its traceback
+            if self.loop.round > 0 or isinstance(error, BadReply):  # no wrong argument, then: it wants its traceback
                 raise
             if self.run_folder is not None and checkpoint is None:
                 shutil.rmtree(self.run_folder)  # nothing was trained: no run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ Groups = Mapping[str, Tensors]
 
 _SEPARATOR = ":"  # between group and tensor name on the wire; parameter names hold dots, never colons
 _LIST = ","  # between the names of the groups in the metadata
+_CHECKSUM = 16  # bytes at the end of a serialised message
 _HEADER = "message"  # round, number of examples and the scalars travel as tensors, so that size follows from the schema
 
 
@@ -33,7 +35,7 @@ class Group:
             clipping act by kind.
         reduce: How replies become one.
         like: Tensors of the names, shapes and dtypes that every reply holds, where the server knows them beforehand: what
-            comes from elsewhere is checked against it.
+            comes from elsewhere is checked against it. A first dimension of 0 stands for any number of rows.
     """
 
     kind: str
@@ -84,7 +86,7 @@ class Message:
         return _share(self, {group: self.tensors[group] for group in groups})
 
     def to_bytes(self) -> bytes:
-        """The message as it crosses a network: one safetensors blob."""
+        """The message as it crosses a network: one safetensors blob and its checksum."""
         # The sender is a tensor too: with two entries of metadata, safetensors would write them in any order.
         flat = {
             f"{_HEADER}{_SEPARATOR}counts": torch.tensor([self.round, self.num_examples]),
@@ -94,15 +96,21 @@ class Message:
             flat[f"{_HEADER}{_SEPARATOR}scalar.{name}"] = torch.tensor(value, dtype=torch.float64)
         for group, tensors in self.tensors.items():
             flat |= {f"{group}{_SEPARATOR}{name}": tensor.contiguous() for name, tensor in tensors.items()}
-        return save_safetensors(flat, {"groups": _LIST.join(self.tensors)})
+        blob = save_safetensors(flat, {"groups": _LIST.join(self.tensors)})
+        return blob + _checksum(blob)
 
     @classmethod
-    def from_bytes(cls, blob: bytes) -> Message:
+    def from_bytes(cls, blob: bytes, max_bytes: int | None = None) -> Message:
         """Read what `to_bytes` wrote.
 
         Raises:
-            ValueError: The blob is no message.
+            ValueError: The blob is larger than ``max_bytes``, or no message, or not as it was sent.
         """
+        if max_bytes is not None and len(blob) > max_bytes:
+            raise ValueError(f"a message of {len(blob)} bytes; allowed are {max_bytes}")
+        blob, checksum = blob[:-_CHECKSUM], blob[-_CHECKSUM:]
+        if _checksum(blob) != checksum:
+            raise ValueError("not a message: it differs from its checksum")
         try:
             flat, metadata = load_safetensors(blob), _metadata(blob)
             counts = flat.pop(f"{_HEADER}{_SEPARATOR}counts").tolist()
@@ -127,6 +135,11 @@ class Message:
             for group, tensors in self.tensors.items()
         )
         return _serialised_size(schema, tuple(self.scalars), len(self.sender.encode()))
+
+
+def _checksum(blob: bytes) -> bytes:
+    """Against accidents; whoever sends hostile messages can work it out too."""
+    return hashlib.blake2b(blob, digest_size=_CHECKSUM).digest()
 
 
 def _detached(value: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -112,8 +114,21 @@ def test_garbage_is_no_message(cut: int) -> None:
 def test_a_safetensors_file_that_is_no_message() -> None:
     from safetensors.torch import save
 
-    with pytest.raises(ValueError, match="not a message"):
-        Message.from_bytes(save({"w": torch.ones(2)}))
+    for blob in (save({"w": torch.ones(2)}), b"", b"\xff" * 30):
+        with pytest.raises(ValueError, match="not a message: it differs from its checksum"):
+            Message.from_bytes(blob)
+        with pytest.raises(ValueError, match="not a message"):  # whoever means it can work the checksum out
+            Message.from_bytes(blob + hashlib.blake2b(blob, digest_size=16).digest())
+
+
+def test_no_changed_byte_is_accepted_and_no_blob_that_is_too_large() -> None:
+    blob = Message(1, "server", {"model": {"w": torch.ones(5)}}, {"s": 1.0}, 3).to_bytes()
+    for place in range(len(blob)):
+        with pytest.raises(ValueError, match="not a message"):
+            Message.from_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
+    assert Message.from_bytes(blob, len(blob)).num_examples == 3
+    with pytest.raises(ValueError, match=f"{len(blob)} bytes; allowed are {len(blob) - 1}"):
+        Message.from_bytes(blob, len(blob) - 1)
 
 
 def test_kinds_of_groups() -> None:

@@ -34,7 +34,7 @@ from fl_lightning.federation.attacks import (
     SignFlip,
 )
 from fl_lightning.federation.engines.base import BlockReducer
-from fl_lightning.federation.sampling import UniformSampler
+from fl_lightning.federation.sampling import FixedCohort, UniformSampler
 from fl_lightning.message import Group, Message
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDyn, LocalOnly
 
@@ -347,9 +347,23 @@ def test_inner_product_attackers_all_send_minus_the_models_last_movement() -> No
 
 
 def test_one_nan_is_one() -> None:
-    sent = replies_of(OneNaN(clients=["1"]), aggregator=None)[0]
-    assert int(model(sent["1"]).isnan().sum()) == 1
-    assert not model(sent["0"]).isnan().any()
+    loop = federation(FedAvg(rounds=1), SIZES)
+    groups = {"model": {"w": torch.ones(40), "n": torch.tensor(3)}, "buffers": {}}
+    sent = OneNaN(clients=["1"]).corrupt(groups, loop.engine.client("1", 1), Message(1, "server"))  # type: ignore[attr-defined]
+    assert int(sent["model"]["w"].isnan().sum()) == 1
+    assert groups["model"]["w"].isfinite().all()
+
+
+def test_a_known_attacker_is_one_of_those_that_krum_allows_for() -> None:
+    """7 clients, f = 2; both send a NaN, and f = 0 is left for the 5 others."""
+    attack = OneNaN(share=0.3)
+    loop = run(FedAvg(rounds=2), MultiKrum(2, keep=5), attack, on_client_error="skip")
+    assert [row["round/failures"] for row in loop.history[1:]] == [2, 2]
+    assert [row["round/clients"] for row in loop.history[1:]] == [5, 5]
+    attackers = attack.attackers(loop.info.clients, 0)
+    others = FixedCohort([key for key in loop.info.clients if key not in attackers])
+    honest = run(FedAvg(rounds=2), MultiKrum(0, keep=5), sampler=others)
+    assert same(loop.method.state(), honest.method.state())
 
 
 def test_an_attacked_run_goes_on_from_a_checkpoint(tmp_path: Any) -> None:

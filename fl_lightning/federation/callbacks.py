@@ -10,6 +10,7 @@ from fl_lightning.data.examples import Concatenated, Examples
 from fl_lightning.tasks.base import Picture
 
 if TYPE_CHECKING:
+    from fl_lightning.federation.incoming import Failure
     from fl_lightning.federation.loop import FederationLoop
     from fl_lightning.methods.base import Reply
 
@@ -27,6 +28,9 @@ class FederationCallback:
 
     def on_reply(self, loop: FederationLoop, reply: Reply) -> None:
         """A client's reply has come in for the round after ``loop.round``, and will be reduced."""
+
+    def on_failure(self, loop: FederationLoop, failure: Failure) -> None:
+        """A client has failed in the round after ``loop.round``."""
 
     def measure(self, loop: FederationLoop) -> Row:
         """Numbers of your own for the row of the round that is just over (0: before the first), by column name.

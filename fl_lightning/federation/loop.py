@@ -25,6 +25,7 @@ from fl_lightning.federation.engines.uploads import UploadsEngine
 from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.flops import FlopCount
+from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Guard, OnClientError
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
@@ -64,6 +65,11 @@ class FederationLoop:
         save_uploads: Write what the clients send in round 1 to ``uploads/`` in the run's folder.
         aggregator: A rule in place of the mean of updates, for example `Krum`; null for the method's own.
         attack: Hostile clients, for experiments.
+        on_client_error: What a client that fails means: by an exception, or by a reply that does not fit what the method
+            expects or is not finite. "raise": the end of the run; "skip": the round goes on without the client; "retry":
+            so, after it was asked once more. Failures stand in ``failures.jsonl``, and their number in ``round/failures``.
+        min_clients: Fewest clients that must reply in a round, at least 1; with fewer the run ends.
+        max_reply_bytes: Largest reply of a client, at least 1.
     """
 
     def __init__(
@@ -87,6 +93,9 @@ class FederationLoop:
         save_uploads: bool = False,
         aggregator: Aggregator | None = None,
         attack: Attack | None = None,
+        on_client_error: OnClientError = "raise",
+        min_clients: int = 1,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         for label, value in {
             "evaluate_every": evaluate_every,
@@ -95,6 +104,8 @@ class FederationLoop:
             "eval_batch_size": eval_batch_size,
             "vectorized_clients": vectorized_clients,
             "num_threads": num_threads if num_threads is not None else 1,
+            "min_clients": min_clients,
+            "max_reply_bytes": max_reply_bytes,
         }.items():
             if value < 1:
                 raise ValueError(f"federation.{label} is {value}; it must be at least 1")
@@ -113,6 +124,9 @@ class FederationLoop:
         self.num_threads, self.eval_batch_size, self.progress = num_threads, eval_batch_size, progress
         self.uploads, self.save_uploads = uploads, save_uploads
         self.aggregator, self.attack = aggregator, attack
+        if on_client_error not in ("raise", "skip", "retry"):
+            raise ValueError(f"federation.on_client_error is {on_client_error!r}; allowed: 'raise', 'skip', 'retry'")
+        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, lambda f: self._call("on_failure", f))
         self.callbacks: list[FederationCallback] = list(callbacks or [])
         self.history: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
@@ -145,6 +159,7 @@ class FederationLoop:
         if self.engine_name == "vectorized":
             engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients)
         self.engine: Engine = UploadsEngine(engine, folder) if folder is not None else engine
+        self.engine.guard = engine.guard = self.guard
         self.evaluator = Evaluator(data, self.info, self.participant, self.eval_batch_size if self.dry_run else None)
 
     def assemble_model(
@@ -210,7 +225,7 @@ class FederationLoop:
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round
-        self._check_aggregator()
+        self._check_cohorts()
         try:
             self._call("on_start")
             self._commit()
@@ -234,18 +249,27 @@ class FederationLoop:
         cohort = self.method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
         return tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
 
-    def _check_aggregator(self) -> None:
-        """Refuse, before any training, a rule that some round's cohort is too small for, or that the method has no use for.
+    def _check_cohorts(self) -> None:
+        """Refuse, before any training, what a later round would end at: a quorum that its cohort cannot reach, a rule that
+        the cohort is too small for or that the method has no use for.
 
         Raises:
-            ValueError: It is.
+            ValueError: One would.
         """
-        for round in range(self.round + 1, self.method.rounds + 1) if self.aggregator and not self.dry_run else ():
-            assert self.aggregator is not None
-            if cohort := self._cohort(round):
-                self.aggregator.gathering(self.method.uplink(round))
+        rule = self.aggregator
+        if self.dry_run or (rule is None and self.guard.min_clients == 1):
+            return
+        for round in range(self.round + 1, self.method.rounds + 1):
+            if not (cohort := self._cohort(round)):
+                continue
+            if len(cohort) < self.guard.min_clients:
+                raise ValueError(
+                    f"federation.min_clients is {self.guard.min_clients}; round {round} has {len(cohort)} clients"
+                )
+            if rule is not None:
+                rule.gathering(self.method.uplink(round))
                 try:
-                    self.aggregator.check(len(cohort))
+                    rule.check(len(cohort))
                 except ValueError as error:
                     raise ValueError(f"federation.aggregator: {error} (round {round})") from None
 
@@ -276,7 +300,7 @@ class FederationLoop:
                 accepted,
             )
             if rule:
-                total.groups = rule.aggregate(total.groups, uplink)
+                total.groups = rule.aggregate(total.groups, uplink, self.guard.refused)
                 total.scalars = rule.scalars(scalars)
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))
@@ -287,7 +311,8 @@ class FederationLoop:
             self._call("on_pictures", total.pictures)
         row = {f"client/{name}": value for name, value in total.metrics.items()} | numbers
         row |= {
-            "round/clients": float(len(cohort)),
+            "round/clients": float(len(total.clients)),
+            **({} if self.guard.policy == "raise" else {"round/failures": float(len(self.guard.failures))}),
             "round/gradients": float(total.num_gradients),
             **({"round/flops": flops.total - before} if flops else {}),
             "comm/bytes_up": float(total.bytes_up),

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fl_lightning.federation.callbacks import FederationCallback, Row
 
 if TYPE_CHECKING:
+    from fl_lightning.federation.incoming import Failure
     from fl_lightning.federation.loop import FederationLoop
 
 # What a line of progress shows, in this order, where the run records it.
@@ -54,6 +55,10 @@ class ProgressDisplay(FederationCallback):
             part = f"{stage} ({done + 1}/{total})" if stage.startswith("client") else stage
             fraction = done / max(total, 1) if stage.startswith("client") else 0.0
             self.bar.update(self.task, stage=part, completed=loop.round + 0.9 * fraction)
+
+    def on_failure(self, loop: FederationLoop, failure: Failure) -> None:
+        if loop.is_main:
+            print(f"round {failure.round}: client {failure.client} failed: {failure.error}", file=sys.stderr)
 
     def on_round_end(self, loop: FederationLoop, row: Row) -> None:
         if self.bar is not None:

@@ -1,4 +1,4 @@
-"""What a run leaves: metrics.csv, TensorBoard events, the partition, summary.json."""
+"""What a run leaves: metrics.csv, TensorBoard events, the partition, failures.jsonl, summary.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,10 @@ from fl_lightning.federation.callbacks import FederationCallback, Row
 from fl_lightning.tasks.base import Picture
 
 if TYPE_CHECKING:
+    from fl_lightning.federation.incoming import Failure
     from fl_lightning.federation.loop import FederationLoop
+
+FAILURES = "failures.jsonl"
 
 
 class Recorder(FederationCallback):
@@ -40,6 +44,14 @@ class Recorder(FederationCallback):
             self.figure("partition", plot_counts(data.counts(), data.class_names, data.partition.clients), 0)
         if loop.history:
             self._rewrite(loop.history)  # a resumed run goes on where its checkpoint stands
+        if (path := self.folder / FAILURES).exists():
+            past = [line for line in map(json.loads, whole_lines(path)) if line["round"] <= loop.round]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in past))
+
+    def on_failure(self, loop: FederationLoop, failure: Failure) -> None:
+        if loop.is_main:
+            with open(self.folder / FAILURES, "a") as file:
+                file.write(json.dumps(asdict(failure)) + "\n")
 
     def on_round_end(self, loop: FederationLoop, row: Row) -> None:
         if loop.is_main:
@@ -112,6 +124,16 @@ def _formatted(row: Row) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON beside and rename."""
+    write_text(path, json.dumps(value, indent=2))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside and rename."""
     beside = path.with_name(path.name + ".writing")
-    beside.write_text(json.dumps(value, indent=2))
+    beside.write_text(text)
     beside.rename(path)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Lines of a file that has perhaps been torn in its last one."""
+    return path.read_text().split("\n")[:-1]

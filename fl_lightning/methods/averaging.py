@@ -203,9 +203,9 @@ class FedAvg(Method):
         return cyclical * cosine * self.lr_decay ** (round - 1)
 
     def uplink(self, round: int) -> dict[str, Group]:
-        groups = {"model": Group("update")}
+        groups = {"model": Group("update", like=self.parameters)}
         if self.buffer_policy == "average":
-            groups["buffers"] = Group("update")
+            groups["buffers"] = Group("update", like=self.buffers)
         return groups
 
     def weight(self, message: Message) -> float:

@@ -297,9 +297,11 @@ class FedDTL(Method):
         return Message(round, SERVER, groups, {"stage": self.stage(round)})
 
     def uplink(self, round: int) -> dict[str, Group]:
-        groups = {"lora": Group("update", ProductMean(self.lora) if self.aggregate == "product" else Mean())}
+        reducer = ProductMean(self.lora) if self.aggregate == "product" else Mean()
+        groups = {"lora": Group("update", reducer, like=self.lora)}
         if self.program.decoupled:
-            groups["embeddings"] = Group("rows", Concatenate())
+            like = {"embedding": self.text[:0], "label": torch.zeros(0, dtype=torch.int64)}
+            groups["embeddings"] = Group("rows", Concatenate(), like=like)
         return groups
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:

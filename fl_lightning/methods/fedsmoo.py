@@ -63,7 +63,7 @@ class FedSMOO(FedDyn):
         return super().broadcast(round).plus({"perturbation": self.perturbation})
 
     def uplink(self, round: int) -> dict[str, Group]:
-        return {**super().uplink(round), "perturbation": Group("update")}
+        return {**super().uplink(round), "perturbation": Group("update", like=self.perturbation)}
 
     def global_update(self, total: Reduced) -> Tensors:
         mean = total.groups["perturbation"]

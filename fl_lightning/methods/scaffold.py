@@ -57,7 +57,7 @@ class SCAFFOLD(FedAvg):
         return super().broadcast(round).plus({"control": self.control})
 
     def uplink(self, round: int) -> dict[str, Group]:
-        return {**super().uplink(round), "control": Group("update", reduce=Sum())}
+        return {**super().uplink(round), "control": Group("update", Sum(), like=self.control)}
 
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
         # c <- c + (|S| / N) mean_S (c_i+ - c_i), so c = mean_N c_i

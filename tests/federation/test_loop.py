@@ -390,7 +390,7 @@ class Wrong(FedAvg):
 
 def test_a_reply_without_an_expected_group_is_refused_and_leaves_no_memory() -> None:
     loop = federation(Wrong(2, buffers="local"), network=normalised, batch_size=3, sizes=(6, 12, 6))
-    with pytest.raises(ValueError, match=r"client 0 replied with groups \['model'\]; expected \['control', 'model'\]"):
+    with pytest.raises(ValueError, match=r"client 0's reply misses groups control"):
         loop.fit()
     assert loop.memory.state_dict() == {}
 

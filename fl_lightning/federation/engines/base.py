@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Group, Message
 from fl_lightning.methods.base import ClientProgram, Reply
@@ -60,6 +61,7 @@ class Engine(ABC):
     """Runs a cohort's programs and reduces their replies in fixed blocks."""
 
     memory: MemoryStore
+    guard: Guard
 
     @abstractmethod
     def run(
@@ -74,7 +76,8 @@ class Engine(ABC):
         accepted: Callable[[Reply], None],
     ) -> Total:
         """One round at the clients; ``progress`` is called with each client's key as it starts, ``accepted`` with each
-        reply before it is reduced."""
+        reply before it is reduced. Clients are asked through the guard; who fails for good is in no sum, block boundaries
+        stay."""
 
     @abstractmethod
     def evaluate(
@@ -86,19 +89,6 @@ class Engine(ABC):
 def addressed_part(message: Message, groups: tuple[str, ...] | None) -> Message:
     """What a client receives of a broadcast; None is all of it."""
     return message if groups is None else message.only(groups)
-
-
-def check_reply(reply: Reply, uplink: Mapping[str, Group]) -> None:
-    """A reply holds the groups that the method expects, no more, no less.
-
-    Raises:
-        ValueError: It does not.
-    """
-    sent, expected = set(reply.message.tensors), set(uplink)
-    if sent != expected:
-        raise ValueError(
-            f"client {reply.message.sender} replied with groups {sorted(sent)}; expected {sorted(expected)}"
-        )
 
 
 class BlockReducer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from fl_lightning.federation.engines.base import (
     Total,
     Weight,
     addressed_part,
-    check_reply,
 )
+from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Group, Message
@@ -34,7 +35,7 @@ class SerialEngine(Engine):
     """
 
     def __init__(self, participant: Participant, data: FederatedDataModule, memory: MemoryStore) -> None:
-        self.participant, self.data, self.memory = participant, data, memory
+        self.participant, self.data, self.memory, self.guard = participant, data, memory, Guard()
         self.shared_test = data.test_sets()["global"]
 
     def client(self, key: str, round: int) -> Client:
@@ -62,19 +63,22 @@ class SerialEngine(Engine):
         progress: Callable[[str], None],
         accepted: Callable[[Reply], None],
     ) -> Total:
-        total = Total(clients=tuple(cohort))
+        total = Total()
+        self.guard.begin(message.round, uplink)
         reducer, weights, memories = BlockReducer(uplink, weight), 0.0, {}
         before = self.participant.num_gradients
         with global_rng_saved():
             for number, (reply, received) in enumerate(self.replies(program, message, cohort, addressed, progress), 1):
-                check_reply(reply, uplink)
-                accepted(reply)
-                reducer.add(reply.message)
+                if reply is not None:
+                    accepted(reply)
+                    reducer.add(reply.message)
+                    total.clients += (reply.message.sender,)
+                    if reply.memory is not None:
+                        memories[reply.message.sender] = reply.memory
+                    weights += total.take(reply, received, weight(reply.message))
                 if number % BLOCK_SIZE == 0:
                     reducer.close_block()
-                if reply.memory is not None:
-                    memories[reply.message.sender] = reply.memory
-                weights += total.take(reply, received, weight(reply.message))
+        self.guard.check_quorum(total.clients, cohort)
         total.groups = reducer.finish()
         total.average(weights)
         total.num_gradients = self.participant.num_gradients - before
@@ -89,15 +93,16 @@ class SerialEngine(Engine):
         cohort: Sequence[str],
         addressed: Addressed,
         progress: Callable[[str], None],
-    ) -> Iterator[tuple[Reply, Message | None]]:
-        """Replies in the order of the cohort, each with what its client had received."""
+    ) -> Iterator[tuple[Reply | None, Message | None]]:
+        """Replies in the order of the cohort, None for a client that failed, each with what its client had received."""
         for key in cohort:
             progress(key)
             received = addressed_part(message, addressed(key))
-            yield (
-                self.participant.run(program.update(self.client(key, message.round), received), message.round, key),
-                received,
-            )
+            yield self.guard.ask(key, partial(self.reply, program, received, key)), received
+
+    def reply(self, program: ClientProgram, received: Message, key: str) -> Reply:
+        """One client's reply."""
+        return self.participant.run(program.update(self.client(key, received.round), received), received.round, key)
 
     def evaluate(
         self, program: ClientProgram, message: Message, clients: Sequence[str]

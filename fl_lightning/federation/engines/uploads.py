@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class UploadsEngine(SerialEngine):
     def __init__(self, later: SerialEngine, folder: Path) -> None:
         super().__init__(later.participant, later.data, later.memory)
         self.later, self.folder = later, folder
+        later.guard = self.guard
 
     def run(
         self,
@@ -45,10 +47,13 @@ class UploadsEngine(SerialEngine):
         cohort: Sequence[str],
         addressed: Addressed,
         progress: Callable[[str], None],
-    ) -> Iterator[tuple[Reply, Message | None]]:
+    ) -> Iterator[tuple[Reply | None, Message | None]]:
         if message.round > FIRST:
             yield from self.later.replies(program, message, cohort, addressed, progress)
             return
         for key in cohort:
             progress(key)
-            yield read_upload(self.folder, key, self._uplink)[0], None
+            yield self.guard.ask(key, partial(self._read, key)), None
+
+    def _read(self, key: str) -> Reply:
+        return read_upload(self.folder, key, self._uplink)[0]

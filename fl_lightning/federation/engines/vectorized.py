@@ -8,6 +8,7 @@ are allowed act on every element by itself. A client with fewer steps, or a shor
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,21 +107,37 @@ class VectorizedEngine(SerialEngine):
         cohort: Sequence[str],
         addressed: Addressed,
         progress: Callable[[str], None],
-    ) -> Iterator[tuple[Reply, Message]]:
-        """As the serial engine, a chunk of clients at a time."""
+    ) -> Iterator[tuple[Reply | None, Message]]:
+        """As the serial engine, a chunk of clients at a time; one by one where a chunk fails and the run shall go on."""
         for first in range(0, len(cohort), self.chunk):
-            turns, received = [], []
-            for key in cohort[first : first + self.chunk]:
+            keys = cohort[first : first + self.chunk]
+            received = []
+            for key in keys:
                 progress(key)
                 received.append(addressed_part(message, addressed(key)))
-                turns.append(Turn(key, program.update(self.client(key, message.round), received[-1])))
-            for turn in turns:
-                turn.advance(None)
-            while any(turn.request is not None for turn in turns):
-                self._step(program, message.round, [turn for turn in turns if turn.request is not None])
-            for turn, message_in in zip(turns, received, strict=True):
-                assert turn.reply is not None
-                yield turn.reply, message_in
+            replies: Sequence[Reply | None] = [None] * len(keys)
+            try:
+                replies = self._together(program, keys, received)
+            except Exception as error:
+                if self.guard.policy == "raise":
+                    raise
+                print(f"stacked fits failed ({error}); their clients train one by one", file=sys.stderr)
+            for key, message_in, reply in zip(keys, received, replies, strict=True):
+                alone = partial(self.reply, program, message_in, key)
+                ready = alone if reply is None else partial(_given, reply)
+                yield self.guard.ask(key, ready, alone), message_in
+
+    def _together(self, program: ClientProgram, keys: Sequence[str], received: Sequence[Message]) -> list[Reply | None]:
+        """The replies of a chunk of clients."""
+        turns = [
+            Turn(key, program.update(self.client(key, message.round), message))
+            for key, message in zip(keys, received, strict=True)
+        ]
+        for turn in turns:
+            turn.advance(None)
+        while any(turn.request is not None for turn in turns):
+            self._step(program, received[0].round, [turn for turn in turns if turn.request is not None])
+        return [turn.reply for turn in turns]
 
     def _step(self, program: ClientProgram, round: int, turns: list[Turn]) -> None:
         """One request of every client."""
@@ -358,6 +375,10 @@ class _Losses(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         return self.task.example_losses(Batch(inputs, labels))
+
+
+def _given(reply: Reply) -> Reply:
+    return reply
 
 
 def _defined(task: FederatedTask, name: str) -> int:
