@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import json
 import logging
@@ -43,7 +44,7 @@ from fl_lightning.federation.incoming import BadReply
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder, write_json
-from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint
+from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint, read_info
 from fl_lightning.federation.uploads import uploads_digest, uploads_folder
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
@@ -258,6 +259,14 @@ class FederatedCLI(LightningCLI):
             if self.run_folder is not None and checkpoint is None:
                 shutil.rmtree(self.run_folder)  # nothing was trained: no run
             raise SystemExit(fail(str(error))) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            kept = CheckpointFolder(self.run_folder / "checkpoints").list() if self.run_folder else []
+            rest = (
+                f"make room, then go on from {kept[-1]} with --ckpt_path last" if kept else "no checkpoint was written"
+            )
+            raise SystemExit(fail(f"the disk is full ({error}); {rest}")) from error
         except (KeyboardInterrupt, SystemExit):
             if self.run_folder is not None:
                 print(
@@ -545,10 +554,10 @@ class FederatedCLI(LightningCLI):
                 path = manifest.parent
                 try:
                     # As it was then: uploads may have moved, or changed, since.
-                    if json.loads((path / "info.json").read_text())["config_hash"] == wanted:
+                    if read_info(path).get("config_hash") == wanted:
                         read_checkpoint(path)
                         return path
-                except (ValueError, KeyError, OSError) as error:
+                except (ValueError, OSError) as error:
                     print(f"{error}; looking for an older one", file=sys.stderr)
             return None
 

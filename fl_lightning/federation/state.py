@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,12 @@ from torch import Tensor
 from fl_lightning.message import Groups
 
 MANIFEST = "manifest.json"
+TENSORS, STATE, INFO = "tensors.safetensors", "state.json", "info.json"
+_FILES = (TENSORS, STATE, INFO)
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
 
 
 class MemoryStore:
@@ -112,11 +118,15 @@ class CheckpointFolder:
             round: Last finished round.
             state: Nested dicts and lists of tensors and JSON values.
             info: JSON facts about the run that a reader wants without loading tensors.
+
+        Raises:
+            CheckpointError: The disk takes no more; what was there before is still there.
         """
         final = self.folder / f"round_{round:05d}"
         beside = self.folder / f".writing_{round:05d}"
+        aside = self.folder / f".replaced_{round:05d}"
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        shutil.rmtree(aside, ignore_errors=True)
         tensors: dict[str, Tensor] = {}
         tree = flatten(state, tensors)
         storages: set[int] = set()
@@ -125,20 +135,29 @@ class CheckpointFolder:
             tensors[name] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
         files = {
-            "tensors.safetensors": save_safetensors(tensors),
-            "state.json": json.dumps(tree).encode(),
-            "info.json": json.dumps({**info, "round": round}, indent=2).encode(),
+            TENSORS: save_safetensors(tensors),
+            STATE: json.dumps(tree).encode(),
+            INFO: json.dumps({**info, "round": round}, indent=2).encode(),
         }
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        files[MANIFEST] = json.dumps({"round": round, "sha256": digests}, indent=2).encode()
-        for name, content in files.items():
-            with open(beside / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
-        beside.rename(final)
+        files[MANIFEST] = _manifest(round, digests)
+        try:
+            beside.mkdir(parents=True)
+            for name, content in files.items():
+                with open(beside / name, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            if final.exists():  # set aside, so that there is no moment with neither
+                final.rename(aside)
+            beside.rename(final)
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            kept = self.list()
+            last = f"the last good one is {kept[-1]}" if kept else "there is none before it"
+            raise CheckpointError(error.errno, f"cannot write {final}: {error.strerror}; {last}") from error
+        shutil.rmtree(aside, ignore_errors=True)
         for old in self.list()[: -self.keep_last]:
             shutil.rmtree(old)
         return final
@@ -161,18 +180,65 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         FileNotFoundError: There is no checkpoint.
         ValueError: A file is missing or differs from its checksum.
     """
+    contents = _verified(path, _FILES)
+    try:
+        state = unflatten(json.loads(contents[STATE]), load_safetensors(contents[TENSORS]))
+    except Exception as error:
+        raise ValueError(f"checkpoint {path} is damaged: its state cannot be read ({error!r})") from error
+    return state, _info(path, contents[INFO])
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """The info of a round checkpoint alone; raises as `read_checkpoint` does."""
+    return _info(path, _verified(path, (INFO,))[INFO])
+
+
+def _info(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        info = json.loads(content)
+        if info["round"] != json.loads((path / MANIFEST).read_bytes())["round"]:
+            raise ValueError(f"{MANIFEST} is of another round")
+    except Exception as error:
+        raise ValueError(f"checkpoint {path} is damaged: {INFO} does not fit ({error!r})") from error
+    return info
+
+
+def _manifest(round: int, digests: Mapping[str, str]) -> bytes:
+    return json.dumps({"round": round, "sha256": {name: digests[name] for name in _FILES}}, indent=2).encode()
+
+
+def _verified(path: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Contents of a checkpoint's files.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        ValueError: The manifest is not to the byte as it is written, or a file is missing or differs from its checksum.
+    """
     if not (path / MANIFEST).is_file():
         raise FileNotFoundError(f"{path} is no round checkpoint: it has no {MANIFEST}")
-    contents = {}
     try:
-        digests = json.loads((path / MANIFEST).read_bytes())["sha256"]
-    except (ValueError, KeyError) as error:
+        written = (path / MANIFEST).read_bytes()
+        manifest = json.loads(written)
+        digests = {name: str(manifest["sha256"][name]) for name in _FILES}
+        sound = type(manifest["round"]) is int and written == _manifest(manifest["round"], digests)
+    except Exception as error:
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read") from error
-    for name, digest in digests.items():
+    if not sound:
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} is not as it was written")
+    contents = {}
+    for name in names:
         if not (path / name).is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
         contents[name] = (path / name).read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != digest:
+        if hashlib.sha256(contents[name]).hexdigest() != digests[name]:
             raise ValueError(f"checkpoint {path} is damaged: {name} differs from its checksum")
-    tensors = load_safetensors(contents["tensors.safetensors"])
-    return unflatten(json.loads(contents["state.json"]), tensors), json.loads(contents["info.json"])
+    return contents
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in a folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

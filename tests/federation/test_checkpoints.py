@@ -1,0 +1,168 @@
+"""Checkpoints that are damaged, and disks that are full: nothing is lost, nothing wrong is read."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation.tiny import same
+
+from fl_lightning.__main__ import main
+from fl_lightning.federation.state import CheckpointError, CheckpointFolder, read_checkpoint, read_info
+
+ROOT = Path(__file__).parents[2]
+STATE = {"w": torch.arange(4.0), "history": [{"round": 1.0}]}
+
+
+def fuzzer() -> Any:
+    spec = importlib.util.spec_from_file_location("fuzz", ROOT / "benchmarks" / "fuzz.py")
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_changed_byte_is_accepted(tmp_path: Path) -> None:
+    path = CheckpointFolder(tmp_path).save(3, STATE, {"config_hash": "x"})
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for place in range(0, len(content), 2 if file.name == "manifest.json" else 31):
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(ValueError, match="is damaged"):
+                read_checkpoint(path)
+        for other in (content[:-1], content + b" ", b"", content[: len(content) // 2]):
+            file.write_bytes(other)
+            with pytest.raises(ValueError, match="is damaged"):
+                read_checkpoint(path)
+        file.write_bytes(content)
+    assert same(read_checkpoint(path)[0], STATE)
+    assert read_info(path)["round"] == 3
+
+
+def test_a_manifest_of_another_round_or_with_less_in_it_is_refused(tmp_path: Path) -> None:
+    path = CheckpointFolder(tmp_path).save(3, STATE, {})
+    written = (path / "manifest.json").read_text()
+    for old, new in (('"round": 3', '"round": 4'), ('"round": 3', '"round": 3.0'), ("{\n  ", "{\n   ")):
+        assert old in written
+        (path / "manifest.json").write_text(written.replace(old, new, 1))
+        with pytest.raises(ValueError, match="is damaged"):
+            read_checkpoint(path)
+
+
+def test_random_damage_is_refused_and_hostile_bytes_crash_nothing() -> None:
+    """`python benchmarks/fuzz.py` in small."""
+    module = fuzzer()
+    result = module.fuzz(150)
+    assert result["inputs"] == 600
+    assert (result["crashes"], result["hangs"], result["accepted_corruptions"], result["bad"]) == (0, 0, 0, [])
+    assert result["targets"]["wire corrupted"] == {"refused": 150}
+    assert module.mutate(b"abc", random.Random(0)) != b"abc"
+
+
+def test_the_fuzzer_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fuzzer()
+
+    def careless(blob: bytes) -> None:
+        if len(blob) % 5 == 0:
+            raise RuntimeError("a crash")
+
+    monkeypatch.setattr(module.Message, "from_bytes", staticmethod(careless))
+    result = module.fuzz(40)
+    assert result["accepted_corruptions"] > 10
+    assert result["crashes"] > 0
+
+
+# ---- full disks
+
+
+def full(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The disk takes this many more files."""
+    left, sync = [after], os.fsync
+
+    def fsync(handle: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr("fl_lightning.federation.state.os.fsync", fsync)
+
+
+@pytest.mark.parametrize("after", [0, 2, 3])
+def test_a_full_disk_leaves_the_last_good_checkpoint(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    first = folder.save(1, STATE, {})
+    full(monkeypatch, after)
+    with pytest.raises(CheckpointError, match=rf"cannot write .*round_00002: No space left.*last good one is {first}"):
+        folder.save(2, STATE, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["round_00001"]
+    assert same(read_checkpoint(first)[0], STATE)
+
+
+def test_the_first_checkpoint_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full(monkeypatch, 0)
+    with pytest.raises(CheckpointError, match="there is none before it"):
+        CheckpointFolder(tmp_path).save(1, STATE, {})
+
+
+def test_writing_a_round_again_replaces_it(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {"w": torch.zeros(1)}, {})
+    assert same(read_checkpoint(folder.save(1, STATE, {}))[0], STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["round_00001"]
+
+
+# ---- the command line
+
+TINY = [
+    *("fit", "--config", str(ROOT / "configs" / "fedavg.yaml"), "--federation.progress=false"),
+    *("--trainer.logger=false", "--trainer.max_steps=2", "--federation.sampler.init_args.size=2"),
+    *("--method.init_args.rounds=3", "--federation.evaluate_every=9"),
+]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = main(TINY).loop  # type: ignore[attr-defined]
+    folder = tmp_path / "lightning_logs" / "fedavg" / "version_0" / "checkpoints"
+    for file in ("tensors.safetensors", "info.json"):
+        content = (folder / "round_00003" / file).read_bytes()
+        (folder / "round_00003" / file).write_bytes(content[: len(content) // 2])
+        capsys.readouterr()
+        again = main([*TINY, "--ckpt_path", "last"]).loop  # type: ignore[attr-defined]
+        named = capsys.readouterr().err
+        assert f"round_00003 is damaged: {file}" in named
+        assert "looking for an older one" in named
+        assert len(again.seconds) == len(whole.seconds)
+        assert again.round == 3
+        assert same(again.method.state(), whole.method.state())
+        assert same(read_checkpoint(folder / "round_00003")[0]["method"], whole.method.state_dict())
+
+
+def test_a_full_disk_ends_the_run_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as context:
+        full(context, 5 + 2)  # four files and the folder of round 1's checkpoint, two files of round 2's
+        with pytest.raises(SystemExit) as exit:
+            main(TINY)
+        assert exit.value.code == 2
+        said = capsys.readouterr().err
+        kept = tmp_path / "lightning_logs" / "fedavg" / "version_0" / "checkpoints" / "round_00001"
+        assert "the disk is full" in said
+        assert f"go on from {Path('lightning_logs/fedavg/version_0/checkpoints/round_00001')}" in said
+        read_checkpoint(kept)
+    resumed = main([*TINY, "--ckpt_path", "last"]).loop  # type: ignore[attr-defined]
+    assert resumed.round == 3
+    assert resumed.history[1]["round"] == 1
