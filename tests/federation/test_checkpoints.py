@@ -125,7 +125,7 @@ def test_writing_a_round_again_replaces_it(tmp_path: Path) -> None:
 TINY = [
     *("fit", "--config", str(ROOT / "configs" / "fedavg.yaml"), "--federation.progress=false"),
     *("--trainer.logger=false", "--trainer.max_steps=2", "--federation.sampler.init_args.size=2"),
-    *("--method.init_args.rounds=3", "--federation.evaluate_every=9"),
+    *("--method.init_args.rounds=3", "--federation.evaluate_every=9", "--data.num_clients=4"),
 ]
 
 
