@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -15,6 +16,11 @@ from fl_lightning.rng import owned_global_rng
 from fl_lightning.synthesis.samplers import SAMPLERS, Sampler, sample
 from fl_lightning.tasks.base import Batch
 from fl_lightning.tasks.generator import GeneratorTask
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    # A tuple in a lambda cannot be written into a configuration: its address would stand there, new in every process.
+    return torch.optim.Adam(parameters, lr=0.01, betas=(0.9, 0.99))
 
 
 class DiffusionTask(GeneratorTask):
@@ -31,7 +37,7 @@ class DiffusionTask(GeneratorTask):
 
     Args:
         network: Builds F from ``(input_shape, label_dim)``: `EDM2UNet`, `DiffusersUNet` or your own.
-        optimizer: Builds the local optimizer. FederatedFactory: Adam, learning rate 0.01, betas (0.9, 0.99).
+        optimizer: Builds the local optimizer; null is FederatedFactory's: Adam, learning rate 0.01, betas (0.9, 0.99).
         conditional: Whether one network serves all classes, told which; otherwise labels are ignored.
         p_mean: Mean of ln sigma in training.
         p_std: Standard deviation of ln sigma in training, above 0.
@@ -46,7 +52,7 @@ class DiffusionTask(GeneratorTask):
     def __init__(
         self,
         network: Callable[[tuple[int, int, int], int], nn.Module] = EDM2UNet,
-        optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.9, 0.99)),
+        optimizer: OptimizerCallable | None = None,
         conditional: bool = False,
         p_mean: float = -0.8,
         p_std: float = 1.6,
@@ -57,7 +63,7 @@ class DiffusionTask(GeneratorTask):
         steps: int = 50,
         sample_batch_size: int = 64,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer or _adam)
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler is {sampler!r}; allowed: {', '.join(map(repr, SAMPLERS))}")
         for name, value, least in (("steps", steps, 2), ("sample_batch_size", sample_batch_size, 1)):

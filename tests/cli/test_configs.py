@@ -28,6 +28,8 @@ def test_configuration_runs_dry(path: Path, tmp_path: Path, monkeypatch: pytest.
     assert [row["round"] for row in cli.loop.history] == list(range(rounds + 1))  # type: ignore[attr-defined]
     assert rounds in (1, 2)
     assert list(tmp_path.iterdir()) == []
+    # A value that is not in the file that a run leaves, or an address in it, would make every process's run another one.
+    assert "Unable to serialize" not in cli.config_text()  # type: ignore[attr-defined]
 
 
 def test_no_study_tunes_on_a_test_set() -> None:
