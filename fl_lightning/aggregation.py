@@ -157,6 +157,21 @@ class Aggregator(ABC):
     of other kinds are reduced as ever.
     """
 
+    serves_empty = False  # whether a round in which nobody takes part is one of its rounds
+
+    def setup(self, clients: int, rounds: int, rate: float | None, seed: int) -> None:  # noqa: B027  (most need nothing)
+        """Called before the first round.
+
+        Args:
+            clients: Of the federation.
+            rounds: Of the run.
+            rate: With which every client takes part, independently of the others; None: the sampler draws otherwise.
+            seed: The run's.
+
+        Raises:
+            ValueError: The rule cannot work so.
+        """
+
     def check(self, replies: int, refused: int = 0) -> None:
         """Refuse a number of replies that the rule cannot work with.
 
@@ -192,13 +207,16 @@ class Aggregator(ABC):
                 )
         return {**uplink, **{name: replace(group, reduce=Gather()) for name, group in updates.items()}}
 
-    def aggregate(self, gathered: Mapping[str, Any], uplink: Mapping[str, Group], refused: int = 0) -> dict[str, Any]:
+    def aggregate(
+        self, gathered: Mapping[str, Any], uplink: Mapping[str, Group], refused: int = 0, round: int = 0
+    ) -> dict[str, Any]:
         """The groups as the method's own reducers would have left them, from what `Gather` has kept.
 
         Args:
             gathered: Reduced groups, those of kind "update" by `Gather`.
             uplink: The groups with the method's own reducers.
             refused: See `check`.
+            round: Round number, the owner of what is drawn.
 
         Raises:
             ValueError: Too few replies, or one is shaped otherwise than the first, or is not finite.
@@ -232,6 +250,21 @@ class Aggregator(ABC):
     def scalars(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The median of each number that the replies hold."""
         return {name: median(each[name] for each in values) for name in values[0]} if values else {}
+
+    def participants(self, replies: int) -> float:
+        """The number of replies as the method's arithmetic may know it."""
+        return float(replies)
+
+    def record(self) -> dict[str, float]:
+        """Numbers for the line of the round that was aggregated last."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule must remember from round to round."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Restore what `state_dict` gave."""
 
 
 class CoordinateMedian(Aggregator):

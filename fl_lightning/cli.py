@@ -35,6 +35,7 @@ import fl_lightning.data.sources
 import fl_lightning.federation.attacks
 import fl_lightning.federation.distillation
 import fl_lightning.federation.generation
+import fl_lightning.federation.privacy
 import fl_lightning.methods
 import fl_lightning.models
 import fl_lightning.tasks  # noqa: F401

@@ -222,6 +222,9 @@ class FederationLoop:
         self._on_disk = -1
         if self.save_uploads and run_folder is not None:
             self.callbacks.append(SaveUploads(run_folder / "uploads"))
+        if self.aggregator is not None:
+            rate = self.sampler.rate(len(self.info.clients))
+            self.aggregator.setup(len(self.info.clients), self.method.rounds, rate, self.seed)
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round
@@ -260,9 +263,10 @@ class FederationLoop:
         if self.dry_run or (rule is None and self.guard.min_clients == 1):
             return
         for round in range(self.round + 1, self.method.rounds + 1):
-            if not (cohort := self._cohort(round)):
+            cohort = self._cohort(round)
+            if not cohort and not (rule and rule.serves_empty):
                 continue
-            if len(cohort) < self.guard.min_clients:
+            if cohort and len(cohort) < self.guard.min_clients:
                 raise ValueError(
                     f"federation.min_clients is {self.guard.min_clients}; round {round} has {len(cohort)} clients"
                 )
@@ -283,7 +287,9 @@ class FederationLoop:
             message = method.broadcast(round)
             done = iter(range(len(cohort) + 1))
             uplink, scalars = method.uplink(round), list[Mapping[str, float]]()
-            rule = self.aggregator if cohort and not self.dry_run else None  # a dry run has too few clients for most
+            rule = None if self.dry_run else self.aggregator  # a dry run has too few clients for most
+            if rule is not None and not cohort and not rule.serves_empty:
+                rule = None
 
             def accepted(reply: Reply) -> None:
                 scalars.append(reply.message.scalars)
@@ -300,8 +306,8 @@ class FederationLoop:
                 accepted,
             )
             if rule:
-                total.groups = rule.aggregate(total.groups, uplink, self.guard.refused)
-                total.scalars = rule.scalars(scalars)
+                total.groups = rule.aggregate(total.groups, uplink, self.guard.refused, round)
+                total.scalars, total.counted_as = rule.scalars(scalars), rule.participants(len(total.clients))
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))
             numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
@@ -310,6 +316,7 @@ class FederationLoop:
         if total.pictures:
             self._call("on_pictures", total.pictures)
         row = {f"client/{name}": value for name, value in total.metrics.items()} | numbers
+        row |= rule.record() if rule else {}
         row |= {
             "round/clients": float(len(total.clients)),
             **({} if self.guard.policy == "raise" else {"round/failures": float(len(self.guard.failures))}),
@@ -370,6 +377,7 @@ class FederationLoop:
             "round": self.round,
             "method": self.method.state_dict(),
             "memory": self.memory.state_dict(),
+            "aggregator": self.aggregator.state_dict() if self.aggregator is not None else {},
             "history": self.history,
             "seconds": self.seconds,
         }
@@ -379,6 +387,8 @@ class FederationLoop:
         self.round = int(state["round"])
         self.method.load_state_dict(state["method"])
         self.memory.load_state_dict(state["memory"])
+        if self.aggregator is not None and state.get("aggregator"):
+            self.aggregator.load_state_dict(state["aggregator"])
         self.history, self.seconds = list(state["history"]), dict(state["seconds"])
 
     def rewind(self, round: int) -> None:
@@ -391,7 +401,7 @@ class FederationLoop:
     def _commit(self) -> None:
         """Remember the state after a finished round, so that an interrupt in the next one loses nothing before it."""
         if self.folder is not None and self.is_main:
-            state = self.state_dict()
+            state = self.state_dict()  # the aggregator's is small, and new each time
             self._committed = self.round, {**state, "method": _copy(state["method"]), "history": list(self.history)}
 
     def _save(self) -> Path | None:

@@ -15,9 +15,16 @@ class CohortSampler(ABC):
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
         """Keys of the clients of this round, in the order of ``clients``."""
 
+    def rate(self, num_clients: int) -> float | None:
+        """With which probability every client takes part, independently of the others; None: it is not so."""
+        return None
+
 
 class AllClients(CohortSampler):
     """Everybody, every round."""
+
+    def rate(self, num_clients: int) -> float | None:
+        return 1.0
 
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
         return tuple(clients)
@@ -44,6 +51,26 @@ class UniformSampler(CohortSampler):
         wanted = self.size if self.size is not None else max(1, round_half_up(len(clients) * (self.fraction or 0)))
         chosen = numpy_generator(seed, round, "cohort").permutation(len(clients))[:wanted]
         return tuple(clients[i] for i in sorted(chosen.tolist()))
+
+
+class PoissonSampler(CohortSampler):
+    """Every client with the same probability, independently of the others; a cohort may be empty.
+
+    Args:
+        probability: q, in (0, 1].
+    """
+
+    def __init__(self, probability: float = 0.1) -> None:
+        if not 0 < probability <= 1:
+            raise ValueError(f"PoissonSampler.probability is {probability}; it must be in (0, 1]")
+        self.probability = probability
+
+    def rate(self, num_clients: int) -> float | None:
+        return self.probability
+
+    def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
+        drawn = numpy_generator(seed, round, "cohort").random(len(clients)) < self.probability
+        return tuple(client for client, chosen in zip(clients, drawn, strict=True) if chosen)
 
 
 class FixedCohort(CohortSampler):

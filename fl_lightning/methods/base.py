@@ -224,10 +224,15 @@ class ClientProgram(ABC):
 
 class Reduced(Protocol):
     """What the server sees of a round's replies: groups as their reducers left them, who replied, training examples
-    of each, and the means of the messages' scalars and of the clients' metrics, weighted as replies are."""
+    of each, and the means of the messages' scalars and of the clients' metrics, weighted as replies are. ``participants`` is
+    their number for the server's arithmetic, which a private rule does not let see the real one."""
 
     groups: dict[str, Any]
     clients: tuple[str, ...]
+
+    @property
+    def participants(self) -> float: ...
+
     examples: dict[str, int]
     scalars: dict[str, float]
     metrics: dict[str, float]
@@ -420,7 +425,7 @@ def client_drift(total: Reduced, update: Tensors, average: Tensors) -> float:
     """sqrt(mean_k ||w_k - w||^2) / ||w||: how far the clients ended from their average w, relative to it.
 
     From the mean of ||u_k||^2 (the clients' metric ``update_square``) and the mean update u alone, since
-    mean ||u_k - u||^2 = mean ||u_k||^2 - ||u||^2.
+    mean ||u_k - u||^2 = mean ||u_k||^2 - ||u||^2. NaN where nobody has replied.
     """
-    spread = max(total.metrics["update_square"] - square_norm(update), 0.0)
+    spread = max(total.metrics.get("update_square", math.nan) - square_norm(update), 0.0)
     return math.sqrt(spread) / max(math.sqrt(square_norm(average)), 1e-12)

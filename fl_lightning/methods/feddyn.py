@@ -62,7 +62,7 @@ class FedDyn(FedAvg):
 
     def global_update(self, total: Reduced) -> Tensors:
         mean = total.groups["model"]
-        share = len(total.clients) / self.num_clients
+        share = total.participants / self.num_clients
         self.dual = {name: self.dual[name] - self.alpha * share * value for name, value in mean.items()}
         return {name: value - self.dual[name] / self.alpha for name, value in mean.items()}
 

@@ -33,6 +33,12 @@ class Total:
     bytes_up: int = 0
     bytes_down: int = 0
     pictures: dict[str, tuple[Picture, ...]] = field(default_factory=dict)
+    counted_as: float | None = None  # in place of the number of replies
+
+    @property
+    def participants(self) -> float:
+        """How many clients the server's arithmetic may take to have replied."""
+        return len(self.clients) if self.counted_as is None else self.counted_as
 
     def take(self, reply: Reply, received: Message | None, weight: float) -> float:
         """Count a reply, to what was received (None: to nothing), and add its numbers, weighted; returns the weight."""
