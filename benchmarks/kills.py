@@ -182,6 +182,7 @@ def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> d
                     except (OSError, ValueError, IndexError) as error:
                         code, equal = f"{code}, {error!r}", False  # type: ignore[assignment]
                     result["equal"] += equal
+                    print(f"{label}: {'equal' if equal else 'DIFFERS'}", flush=True)
                     if not equal:
                         log = (folder / "log").read_text()[-600:]
                         wrong.append(f"{label}: {'another result' if code == 0 else f'ended with {code}: {log}'}")
