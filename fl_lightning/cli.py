@@ -65,6 +65,7 @@ _NOT_MEANING = {
     "class_name": None,
     "approximate": None,
     "verify": None,
+    "accept_changes": None,
     "federation": (
         *("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor", "save_uploads"),
         *("on_client_error", "min_clients", "max_reply_bytes"),  # a run that a client ended may go on without it
@@ -82,12 +83,14 @@ _DELETED_BY_UNLEARN = ("events.out.tfevents.*", "hparams.yaml", "pictures", "upl
 class Verbs(Trainer):
     """Names the subcommands and their options; never built. `FederatedCLI` does the work."""
 
-    def fit(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
+    def fit(self, ckpt_path: str | None = None, accept_changes: bool = False) -> None:  # type: ignore[override]
         """Run the federation.
 
         Args:
             ckpt_path: "last" goes on with the newest run below trainer.default_root_dir whose configuration is the same; or
                 the path of a round checkpoint or of a run's folder.
+            accept_changes: Go on from the path under a configuration that differs from the checkpoint's. What differs is
+                kept in the checkpoints from then on.
         """
 
     def validate(self, ckpt_path: str | None = None) -> None:  # type: ignore[override]
@@ -233,8 +236,10 @@ class FederatedCLI(LightningCLI):
 
     # ---- subcommands
 
-    def fit(self, ckpt_path: str | None = None) -> None:
-        checkpoint = self.find_checkpoint(ckpt_path, same_config=True) if ckpt_path else None
+    def fit(self, ckpt_path: str | None = None, accept_changes: bool = False) -> None:
+        if accept_changes and ckpt_path in (None, "last"):
+            raise SystemExit(fail(f"accept_changes needs the path of a checkpoint; ckpt_path is {ckpt_path!r}"))
+        checkpoint = self.find_checkpoint(ckpt_path, same_config=not accept_changes) if ckpt_path else None
         if ckpt_path and checkpoint is None:
             print(f"no run with this configuration below {self.root / RUNS}: starting a new one")
         with usage_errors():
@@ -252,6 +257,8 @@ class FederatedCLI(LightningCLI):
             # On every process, since what it evaluates at the end is computed by all of them together.
             self.loop.callbacks.insert(0, Recorder(self.run_folder or Path(), loggers))
         facts = {"config": text, "config_hash": config_hash(yaml.safe_load(text))}
+        if checkpoint is not None and (changes := self._changes(checkpoint)):
+            facts["changes"] = changes
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
         except ValueError as error:
@@ -277,6 +284,12 @@ class FederatedCLI(LightningCLI):
             raise SystemExit(130) from None
         if self.run_folder is not None:
             print(f"run: {self.run_folder}   (tensorboard --logdir {self.root / RUNS})")
+
+    def _changes(self, checkpoint: Path) -> list[dict[str, Any]]:
+        """How the configuration has changed in the middle of the run: after which round, and what."""
+        _, facts = read_checkpoint(checkpoint)
+        changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
+        return [*facts.get("changes", []), *([{"after_round": facts["round"], "changed": changed}] if changed else [])]
 
     def validate(self, ckpt_path: str | None = None) -> None:
         self._score(ckpt_path, validate=True, test=False)
@@ -547,7 +560,10 @@ class FederatedCLI(LightningCLI):
                 _, facts = read_checkpoint(path)
                 if same_config and facts["config_hash"] != self.config_hash():
                     changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
-                    raise ValueError(f"{path} belongs to another configuration; differences: {'; '.join(changed)}")
+                    raise ValueError(
+                        f"{path} belongs to another configuration; differences: {'; '.join(changed)}. If that is meant, say "
+                        "--accept_changes"
+                    )
                 return path
             wanted = self.config_hash()
             manifests = (self.root / RUNS).glob("**/checkpoints/round_*/manifest.json")
@@ -646,7 +662,9 @@ def _with_values_of_flags(arguments: list[str]) -> list[str]:
     out = []
     for argument, after in pairwise([*arguments, "--"]):
         out += (
-            [argument, "true"] if argument in ("--verify", "--approximate") and after.startswith("--") else [argument]
+            [argument, "true"]
+            if argument in ("--verify", "--approximate", "--accept_changes") and after.startswith("--")
+            else [argument]
         )
     return out
 

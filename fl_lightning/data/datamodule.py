@@ -22,7 +22,7 @@ from fl_lightning.data.partition import (
     partition,
     stratified_take,
 )
-from fl_lightning.data.source import Source, Splits
+from fl_lightning.data.source import Source, Splits, check_splits
 from fl_lightning.rng import numpy_generator
 
 
@@ -118,6 +118,7 @@ class FederatedDataModule(lightning.LightningDataModule):
         if self._ready_for == seed:
             return
         splits = self.source.load(image_size=self.image_size, channels=self.channels, seed=seed)
+        check_splits(splits, type(self.source).__name__, trained=self.num_clients > 0)
         base = self._base(len(splits.class_names))
         self._splits = splits
         self._partition, self._unseen = Partition({}), ()

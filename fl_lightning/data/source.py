@@ -43,3 +43,39 @@ class Source(ABC):
             FileNotFoundError: A file is missing; the message names the path and what to do.
             ValueError: A file is broken or does not fit its description; the message names it.
         """
+
+
+def check_splits(splits: Splits, where: str, trained: bool = True) -> None:
+    """Refuse what no classifier could be trained or tested on.
+
+    Args:
+        splits: What a source has loaded.
+        where: Its name, for the message.
+        trained: Whether the training split is used.
+
+    Raises:
+        ValueError: The training or the test split is empty, there is but one class, or labels or domains are out of range.
+    """
+    classes = len(splits.class_names)
+    if classes < 2:
+        raise ValueError(f"{where}: {classes} class ({', '.join(splits.class_names)}); a classifier needs at least 2")
+    parts = {"test": splits.test} | ({"train": splits.train} if trained else {})
+    parts |= {"val": splits.val} if splits.val is not None else {}
+    for name, part in parts.items():
+        if not len(part) and name != "val":  # a source may say so that it has none
+            raise ValueError(f"{where}: the {name} split holds no example")
+        for what, values, count in (
+            ("labels", part.labels, classes),
+            ("domains", part.domains, len(splits.domain_names)),
+        ):
+            wrong = values[(values < 0) | (values >= count)]
+            if len(wrong):
+                raise ValueError(
+                    f"{where}: {len(wrong)} of {len(part)} {what} of the {name} split are out of range, the first is "
+                    f"{int(wrong[0])}; they must be in [0, {count - 1}]"
+                )
+    if trained and len(splits.train.labels.unique()) < 2:
+        raise ValueError(
+            f"{where}: all {len(splits.train)} training examples are of class "
+            f"{splits.class_names[int(splits.train.labels[0])]!r}; at least 2 classes must have some"
+        )

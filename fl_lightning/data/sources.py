@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import math
 import struct
 import warnings
@@ -503,6 +504,10 @@ class MedMNIST(Source):
             raise ValueError(
                 f"{path}: {name}_images must be uint8 (N, H, W) or (N, H, W, 3), got {pixels.dtype} {pixels.shape}"
             )
+        if not np.issubdtype(labels.dtype, np.integer) or len(labels) != len(pixels):
+            raise ValueError(
+                f"{path}: {name}_labels must be {len(pixels)} integers, one an image, got {labels.dtype} {labels.shape}"
+            )
         tensor = torch.from_numpy(pixels)
         tensor = tensor[:, None] if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2)
         return _array_examples(tensor, labels.reshape(-1), image_size, channels)
@@ -534,6 +539,7 @@ class _Files(Source):
         where: Path,
     ) -> Splits:
         rows, headers = self._readable(rows, where)
+        _warn_of_copies(rows, where)
         if image_size is None and len(sizes := {header[1:] for header in headers}) > 1:
             raise ValueError(
                 f"{where}: images differ in size ({len(sizes)} sizes, such as {sorted(sizes)[:2]}); give image_size"
@@ -891,6 +897,27 @@ class PublicSplit(Source):
 # Shared
 
 
+def _warn_of_copies(rows: Sequence[tuple[Path, int, int, str]], where: Path) -> None:
+    """Say which files are the same to the byte: copies in training and test sets make scores too good, and copies under two
+    labels contradict each other. Only files of one size are read."""
+    sizes: dict[int, list[tuple[Path, int]]] = {}
+    for path, label, *_ in rows:
+        sizes.setdefault(path.stat().st_size, []).append((path, label))
+    found: dict[bytes, list[tuple[Path, int]]] = {}
+    for path, label in (row for alike in sizes.values() if len(alike) > 1 for row in alike):
+        with open(path, "rb") as file:
+            found.setdefault(hashlib.file_digest(file, "sha256").digest(), []).append((path, label))
+    copies = [same for same in found.values() if len(same) > 1]
+    if copies:
+        contrary = sum(len({label for _, label in same}) > 1 for same in copies)
+        (first, _), (second, _), *_ = copies[0]
+        warnings.warn(
+            f"{where}: {sum(len(same) - 1 for same in copies)} of {len(rows)} images are copies of others, the first is "
+            f"{second} of {first}; {contrary} stand under different labels. Copies may lie in training and test sets",
+            stacklevel=2,
+        )
+
+
 def _share(fraction: float) -> float:
     if not 0 < fraction < 1:
         raise ValueError(f"test_fraction must be between 0 and 1, got {fraction}")
@@ -899,6 +926,8 @@ def _share(fraction: float) -> float:
 
 def _names(given: Sequence[str] | None, splits: Sequence[Examples], where: str) -> tuple[str, ...]:
     """The names given, checked against the labels, or numbers."""
+    if not all(len(split) for split in splits):
+        raise ValueError(f"{where}: a split holds no example")
     needed = 1 + max(int(split.labels.max()) for split in splits)
     if given is not None and len(given) < needed:
         raise ValueError(f"{where}: labels go up to {needed - 1}, but class_names has {len(given)} names")

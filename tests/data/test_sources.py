@@ -26,6 +26,9 @@ from fl_lightning.data.sources import (
     Torchvision,
 )
 
+# The images of these tests are of few kinds.
+pytestmark = pytest.mark.filterwarnings("ignore:.*images are copies of others")
+
 
 def load(source, image_size=None, channels=None, seed=0):
     return source.load(image_size=image_size, channels=channels, seed=seed)
