@@ -256,7 +256,7 @@ class FederatedCLI(LightningCLI):
                 loggers = self.loggers(self.run_folder)
             # On every process, since what it evaluates at the end is computed by all of them together.
             self.loop.callbacks.insert(0, Recorder(self.run_folder or Path(), loggers))
-        facts = {"config": text, "config_hash": config_hash(yaml.safe_load(text))}
+        facts: dict[str, Any] = {"config": text, "config_hash": config_hash(yaml.safe_load(text))}
         if checkpoint is not None and (changes := self._changes(checkpoint)):
             facts["changes"] = changes
         try:
