@@ -55,7 +55,7 @@ WRONG = {
     "--federation.evry 3": r"federation.evry is no option",
     "--federation.evaluate_every 0": r"federation.evaluate_every is 0; it must be at least 1",
     "--federation.engine ray": r"federation.engine is ray; allowed: 'serial'",
-    "--federation.sampler.class_path Uniform": r"federation.sampler is 'Uniform', .*allowed: AllClients, FixedCohort, UniformSampler",
+    "--federation.sampler.class_path Uniform": r"federation.sampler is 'Uniform', .*allowed: AllClients, FixedCohort, PoissonSampler, UniformSampler",
     "--federation.sampler.init_args.size 0": r"UniformSampler: size is 0; it must be at least 1",
     "--federation.monitor globl/acc": r"federation.monitor is 'globl/acc'; .*global/acc",
     "--trainer.precision 7": r"trainer.precision is 7; allowed: .*'bf16-mixed'",
