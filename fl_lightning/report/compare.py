@@ -241,7 +241,13 @@ class Comparison:
         key = (name, seed, repr(value), str(uploads))
         if key not in self._runs:
             study, row, grid = self.study, self.study.rows[name], self.study.grids[name]
-            given = {**study.set, **row.set, **({k: value for k in grid.keys} if grid else {})}
+            given: dict[str, Any] = {}
+            for options in (study.set, row.set, dict.fromkeys(grid.keys, value) if grid else {}):
+                for option, chosen in options.items():
+                    given.pop(
+                        option, None
+                    )  # the later one stands later, too: between them may be a class that resets it
+                    given[option] = chosen
             arguments = [text for path in (*study.base, *row.configs) for text in ("--config", path)]
             arguments += [text for k, v in given.items() for text in (f"--{k}", _text(v))]
             arguments += ["--federation.name", f"{study.name}/{name}"]

@@ -320,6 +320,18 @@ def test_pick_is_by_the_mean_over_tuning_seeds_and_leaves_out_what_diverged_or_f
     assert [run.label for run in comparison.wanted()][-1] == "a seed 0 value 2"
 
 
+def test_the_grids_value_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where the study sets the same key and the variant then takes another class, which brings its own value."""
+    monkeypatch.setattr(compare, "full_config", lambda variant, arguments: {"arguments": list(arguments)})
+    variants: dict[str, Any] = {"a": Variant(set={"method": {"class_path": "FedAvg", "init_args": {"rounds": 3}}})}
+    options = {"set": {"method.init_args.rounds": 5}, "grid": Grid(["method.init_args.rounds"], [1, 2], "val/acc")}
+    study = Study("s", variants, **options, output=str(tmp_path / "lightning_logs"))
+    arguments = Comparison(study).run("a", 0, 2).arguments
+    method, rounds = arguments.index("--method"), arguments.index("--method.init_args.rounds")
+    assert method < rounds
+    assert arguments[rounds + 1] == "2"
+
+
 def test_a_variant_starts_from_another_ones_uploads(tmp_path: Path) -> None:
     """It waits for them, seed by seed, and is the run that trained them: server work on the same models."""
     variants = {
