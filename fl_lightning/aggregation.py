@@ -3,7 +3,7 @@ hostile replies.
 
 Floating-point addition depends on its order. So the loop always reduces the cohort in fixed blocks of clients, in the
 order of their keys, and merges the blocks in order: how many workers computed the blocks cannot change a bit. A robust
-rule (`Aggregator`) must see all replies at once: its reducer (`Gather`) keeps them apart through the same blocks.
+rule (`Aggregator`) must see all replies at once: its reducer (`Keep`) keeps them apart through the same blocks.
 """
 
 from __future__ import annotations
@@ -136,19 +136,6 @@ class Keep(Reducer):
         return total
 
 
-class Gather(Reducer):
-    """Replies as they are, with their senders, in the order of the cohort."""
-
-    def add(self, total: Any, tensors: Mapping[str, Tensor], weight: float, sender: str) -> Any:
-        return [*(total or []), (sender, dict(tensors))]
-
-    def merge(self, total: Any, block: Any) -> Any:
-        return [*(total or []), *block]
-
-    def finish(self, total: Any) -> list[tuple[str, dict[str, Tensor]]]:
-        return total
-
-
 class Aggregator(ABC):
     """Stands in for the mean of a round's updates, for any method: a rule over all replies at once.
 
@@ -205,15 +192,15 @@ class Aggregator(ABC):
                 raise ValueError(
                     f"{type(self).__name__} cannot stand in for {type(group.reduce).__name__}, which reduces {name!r}"
                 )
-        return {**uplink, **{name: replace(group, reduce=Gather()) for name, group in updates.items()}}
+        return {**uplink, **{name: replace(group, reduce=Keep()) for name, group in updates.items()}}
 
     def aggregate(
         self, gathered: Mapping[str, Any], uplink: Mapping[str, Group], refused: int = 0, round: int = 0
     ) -> dict[str, Any]:
-        """The groups as the method's own reducers would have left them, from what `Gather` has kept.
+        """The groups as the method's own reducers would have left them, from what `Keep` has kept.
 
         Args:
-            gathered: Reduced groups, those of kind "update" by `Gather`.
+            gathered: Reduced groups, those of kind "update" by `Keep`.
             uplink: The groups with the method's own reducers.
             refused: See `check`.
             round: Round number, the owner of what is drawn.
@@ -222,11 +209,11 @@ class Aggregator(ABC):
             ValueError: Too few replies, or one is shaped otherwise than the first, or is not finite.
         """
         groups = [name for name, group in uplink.items() if group.kind == "update"]
-        senders = [sender for sender, _ in gathered[groups[0]]]
+        senders = list(gathered[groups[0]])
         self.check(len(senders), refused)
         rows: list[dict[tuple[str, str], Tensor]] = []
-        for number, sender in enumerate(senders):
-            flat = {(group, name): value for group in groups for name, value in gathered[group][number][1].items()}
+        for sender in senders:
+            flat = {(group, name): value for group in groups for name, value in gathered[group][sender].items()}
             if rows:
                 _check_alike(rows[0], flat, sender)
             rows.append(flat)

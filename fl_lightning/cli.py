@@ -287,7 +287,7 @@ class FederatedCLI(LightningCLI):
 
     def _changes(self, checkpoint: Path) -> list[dict[str, Any]]:
         """How the configuration has changed in the middle of the run: after which round, and what."""
-        _, facts = read_checkpoint(checkpoint)
+        facts = read_info(checkpoint)
         changed = differences(yaml.safe_load(facts["config"]), yaml.safe_load(self.config_text()))
         return [*facts.get("changes", []), *([{"after_round": facts["round"], "changed": changed}] if changed else [])]
 

@@ -15,8 +15,8 @@ from fl_lightning.aggregation import (
     Aggregator,
     Concatenate,
     CoordinateMedian,
-    Gather,
     GeometricMedian,
+    Keep,
     Krum,
     Mean,
     MultiKrum,
@@ -199,7 +199,7 @@ def test_what_a_rule_cannot_take_is_named() -> None:
 
     with pytest.raises(ValueError, match="cannot stand in for Own, which reduces 'model'"):
         Krum(1).gathering({"model": Group("update", Own())})
-    assert isinstance(Krum(1).gathering(uplink)["model"].reduce, Gather)
+    assert isinstance(Krum(1).gathering(uplink)["model"].reduce, Keep)
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,10 @@ class FederationLoop:
             raise ValueError("data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder")
         self.assemble_model(method, model, info, trainer, seed, data.batch_size)
         self.memory = MemoryStore()
-        engine = SerialEngine(self.participant, data, self.memory)
+        engine = SerialEngine(self.participant, data, self.memory, self.guard)
         if self.engine_name == "vectorized":
-            engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients)
+            engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients, self.guard)
         self.engine: Engine = UploadsEngine(engine, folder) if folder is not None else engine
-        self.engine.guard = engine.guard = self.guard
         self.evaluator = Evaluator(data, self.info, self.participant, self.eval_batch_size if self.dry_run else None)
 
     def assemble_model(
@@ -223,8 +222,7 @@ class FederationLoop:
         if self.save_uploads and run_folder is not None:
             self.callbacks.append(SaveUploads(run_folder / "uploads"))
         if self.aggregator is not None:
-            rate = self.sampler.rate(len(self.info.clients))
-            self.aggregator.setup(len(self.info.clients), self.method.rounds, rate, self.seed)
+            self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round
@@ -252,6 +250,12 @@ class FederationLoop:
         cohort = self.method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
         return tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
 
+    def _rule(self, cohort: tuple[str, ...]) -> Aggregator | None:
+        """What stands in for the method's own reducers of a round; None where they do their work."""
+        if self.dry_run:  # it has too few clients for most
+            return None
+        return self.aggregator if self.aggregator and (cohort or self.aggregator.serves_empty) else None
+
     def _check_cohorts(self) -> None:
         """Refuse, before any training, what a later round would end at: a quorum that its cohort cannot reach, a rule that
         the cohort is too small for or that the method has no use for.
@@ -259,18 +263,15 @@ class FederationLoop:
         Raises:
             ValueError: One would.
         """
-        rule = self.aggregator
-        if self.dry_run or (rule is None and self.guard.min_clients == 1):
+        if self.dry_run or (self.aggregator is None and self.guard.min_clients == 1):
             return
         for round in range(self.round + 1, self.method.rounds + 1):
             cohort = self._cohort(round)
-            if not cohort and not (rule and rule.serves_empty):
-                continue
             if cohort and len(cohort) < self.guard.min_clients:
                 raise ValueError(
                     f"federation.min_clients is {self.guard.min_clients}; round {round} has {len(cohort)} clients"
                 )
-            if rule is not None:
+            if (rule := self._rule(cohort)) is not None:
                 rule.gathering(self.method.uplink(round))
                 try:
                     rule.check(len(cohort))
@@ -287,9 +288,7 @@ class FederationLoop:
             message = method.broadcast(round)
             done = iter(range(len(cohort) + 1))
             uplink, scalars = method.uplink(round), list[Mapping[str, float]]()
-            rule = None if self.dry_run else self.aggregator  # a dry run has too few clients for most
-            if rule is not None and not cohort and not rule.serves_empty:
-                rule = None
+            rule = self._rule(cohort)
 
             def accepted(reply: Reply) -> None:
                 scalars.append(reply.message.scalars)

@@ -123,17 +123,14 @@ class PrivateMean(Aggregator):
     ) -> dict[str, Any]:
         schema = {(g, n): v for g, group in uplink.items() for n, v in (group.like or {}).items()}
         real = [key for key, value in schema.items() if value.is_floating_point()]
-        replies = list(zip(*(gathered[group] for group in uplink), strict=True)) if gathered else []
+        senders = list(gathered[next(iter(uplink))]) if gathered else []
         wide = torch.float64 if any(schema[key].dtype == torch.float64 for key in real) else torch.float32
         total, short = torch.zeros(sum(schema[key].numel() for key in real), dtype=wide), 0
-        for reply in replies:
-            sent = {
-                (group, name): v for group, (_, held) in zip(uplink, reply, strict=True) for name, v in held.items()
-            }
-            row = torch.cat([sent[key].detach().to(wide).flatten() for key in real])
+        for sender in senders:
+            row = torch.cat([gathered[group][sender][name].detach().to(wide).flatten() for group, name in real])
             norm = float(row.double().norm())
             if not math.isfinite(norm):
-                raise ValueError(f"PrivateMean needs finite updates; that of client {reply[0][0]} is not")
+                raise ValueError(f"PrivateMean needs finite updates; that of client {sender} is not")
             total += row * min(1.0, self.clip / norm) if norm else row
             short += norm <= self.clip
         draw = torch_generator(self.seed, round, "privacy noise")
@@ -146,9 +143,8 @@ class PrivateMean(Aggregator):
         }
         if self.adapt is not None:
             # b~ = 1/2 + (sum (b_k - 1/2) + N(0, sigma_b^2)) / (q N); C <- C exp(-eta_C (b~ - gamma)).
-            count = (
-                short - len(replies) / 2 + self.sigma_count * float(torch.randn(1, generator=draw, dtype=torch.float64))
-            )
+            noise = self.sigma_count * float(torch.randn(1, generator=draw, dtype=torch.float64))
+            count = short - len(senders) / 2 + noise
             self.clip *= math.exp(-self.adapt_rate * (0.5 + count / self.expected - self.adapt))
         out: dict[str, dict[str, Tensor]] = {group: {} for group in uplink}
         parts = dict(zip(real, total.split([schema[key].numel() for key in real]), strict=True))

@@ -9,22 +9,23 @@ from fl_lightning.rng import numpy_generator
 
 
 class CohortSampler(ABC):
-    """Draws the cohort of a round."""
+    """Draws the cohort of a round.
+
+    Attributes:
+        rate: With which probability every client takes part, independently of the others; None: it is not so.
+    """
+
+    rate: float | None = None
 
     @abstractmethod
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
         """Keys of the clients of this round, in the order of ``clients``."""
 
-    def rate(self, num_clients: int) -> float | None:
-        """With which probability every client takes part, independently of the others; None: it is not so."""
-        return None
-
 
 class AllClients(CohortSampler):
     """Everybody, every round."""
 
-    def rate(self, num_clients: int) -> float | None:
-        return 1.0
+    rate = 1.0
 
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
         return tuple(clients)
@@ -63,10 +64,7 @@ class PoissonSampler(CohortSampler):
     def __init__(self, probability: float = 0.1) -> None:
         if not 0 < probability <= 1:
             raise ValueError(f"PoissonSampler.probability is {probability}; it must be in (0, 1]")
-        self.probability = probability
-
-    def rate(self, num_clients: int) -> float | None:
-        return self.probability
+        self.probability = self.rate = probability
 
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
         drawn = numpy_generator(seed, round, "cohort").random(len(clients)) < self.probability

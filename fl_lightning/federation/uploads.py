@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fl_lightning.federation.callbacks import FederationCallback
-from fl_lightning.federation.incoming import fits, some
+from fl_lightning.federation.incoming import faults
 from fl_lightning.message import Group, Message, Tensors
 from fl_lightning.methods.base import Reply
 
@@ -117,26 +117,20 @@ def read_upload(folder: Path, client: str, uplink: Mapping[str, Group]) -> tuple
     groups = {group: found.get(group, {}) for group in uplink}
     for group, expected in uplink.items():
         if expected.like is not None and group in found:
-            groups[group] = _alike(groups[group], expected.like, wrong)
-    endless = [n for tensors in groups.values() for n, v in tensors.items() if not v.isfinite().all()]
-    if endless:
-        wrong.append(f"is not finite: {some(endless)}")
+            groups[group] = _alike(groups[group], expected.like)
+        wrong += faults(groups[group], expected.like if group in found else None)
     return Reply(Message(FIRST, client, groups, scalars, num_examples), metrics=metrics), wrong
 
 
-def _alike(tensors: Tensors, like: Tensors, wrong: list[str]) -> dict[str, Tensor]:
-    """The tensors in the order and the precision of ``like``; what does not fit is written down."""
-    if missing := [name for name in like if name not in tensors]:
-        wrong.append(f"misses {some(missing)}")
-    if over := [name for name in tensors if name not in like]:
-        wrong.append(f"has unexpected {some(over)}")
-    kept = {}
-    for name, value in ((n, tensors[n]) for n in like if n in tensors):
-        if not fits(value.shape, like[name].shape) or value.is_floating_point() != like[name].is_floating_point():
-            wanted = f"{tuple(like[name].shape)} {like[name].dtype}"
-            wrong.append(f"has {name} as {tuple(value.shape)} {value.dtype}, expected {wanted}")
-        kept[name] = value.to(like[name].dtype)
-    return kept
+def _alike(tensors: Tensors, like: Tensors) -> dict[str, Tensor]:
+    """The tensors in the order and the precision of ``like``, what is not in it behind them; other kinds of numbers stay."""
+    ordered = {name: tensors[name] for name in like if name in tensors} | dict(tensors)
+    return {
+        name: value.to(like[name].dtype)
+        if name in like and value.is_floating_point() == like[name].is_floating_point()
+        else value
+        for name, value in ordered.items()
+    }
 
 
 def check_uploads(folder: Path, clients: Sequence[str], uplink: Mapping[str, Group]) -> None:

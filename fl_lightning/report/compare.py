@@ -244,9 +244,8 @@ class Comparison:
             given: dict[str, Any] = {}
             for options in (study.set, row.set, dict.fromkeys(grid.keys, value) if grid else {}):
                 for option, chosen in options.items():
-                    given.pop(
-                        option, None
-                    )  # the later one stands later, too: between them may be a class that resets it
+                    # The later one stands later, too: between them may be a class that resets it.
+                    given.pop(option, None)
                     given[option] = chosen
             arguments = [text for path in (*study.base, *row.configs) for text in ("--config", path)]
             arguments += [text for k, v in given.items() for text in (f"--{k}", _text(v))]

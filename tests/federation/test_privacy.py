@@ -125,7 +125,7 @@ UPLINK = {"model": Group("update", Mean(), like=LIKE), "control": Group("update"
 def gathered(*norms: float) -> dict[str, Any]:
     """Clients whose vectors over both groups have these norms."""
     ones = torch.ones(40_000, dtype=torch.float64) / math.sqrt(80_000)
-    return {g: [(str(k), {"w": norm * ones}) for k, norm in enumerate(norms)] for g in UPLINK}
+    return {g: {str(k): {"w": norm * ones} for k, norm in enumerate(norms)} for g in UPLINK}
 
 
 def test_noise_has_its_variance_and_a_zero_update_for_nobody() -> None:

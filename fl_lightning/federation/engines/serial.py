@@ -32,10 +32,13 @@ class SerialEngine(Engine):
         participant: Carries out fits, with the program's tasks.
         data: Holds every client's examples.
         memory: Client memories.
+        guard: Asks the clients, and checks what they send; by default one that ends the run at a failure.
     """
 
-    def __init__(self, participant: Participant, data: FederatedDataModule, memory: MemoryStore) -> None:
-        self.participant, self.data, self.memory, self.guard = participant, data, memory, Guard()
+    def __init__(
+        self, participant: Participant, data: FederatedDataModule, memory: MemoryStore, guard: Guard | None = None
+    ) -> None:
+        self.participant, self.data, self.memory, self.guard = participant, data, memory, guard or Guard()
         self.shared_test = data.test_sets()["global"]
 
     def client(self, key: str, round: int) -> Client:

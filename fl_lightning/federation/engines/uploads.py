@@ -23,9 +23,8 @@ class UploadsEngine(SerialEngine):
     """
 
     def __init__(self, later: SerialEngine, folder: Path) -> None:
-        super().__init__(later.participant, later.data, later.memory)
+        super().__init__(later.participant, later.data, later.memory, later.guard)
         self.later, self.folder = later, folder
-        later.guard = self.guard
 
     def run(
         self,

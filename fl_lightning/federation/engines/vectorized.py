@@ -26,6 +26,7 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation import lean
 from fl_lightning.federation.engines.base import Addressed, addressed_part
 from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.participant import Participant, check
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Message
@@ -76,15 +77,21 @@ class VectorizedEngine(SerialEngine):
         data: Holds every client's examples.
         memory: Client memories.
         chunk: Clients at a time, at least 1; memory grows with it.
+        guard: Asks the clients, and checks what they send; by default one that ends the run at a failure.
 
     Raises:
         ValueError: The run has something that a stack of clients cannot do as each alone would.
     """
 
     def __init__(
-        self, participant: Participant, data: FederatedDataModule, memory: MemoryStore, chunk: int = 64
+        self,
+        participant: Participant,
+        data: FederatedDataModule,
+        memory: MemoryStore,
+        chunk: int = 64,
+        guard: Guard | None = None,
     ) -> None:
-        super().__init__(participant, data, memory)
+        super().__init__(participant, data, memory, guard)
         if chunk < 1:
             raise ValueError(f"federation.vectorized_clients is {chunk}; it must be at least 1")
         self.chunk = chunk
