@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import lightning
 import numpy as np
@@ -101,6 +102,11 @@ class FederatedDataModule(lightning.LightningDataModule):
         self._val: dict[str, Examples]
         self._test: dict[str, Examples]
         self._unseen: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: the arguments alone. It sets itself up again there, from the seed."""
+        made = ("_splits", "_partition", "_unseen", "_train", "_val", "_test", "_info")
+        return {name: value for name, value in vars(self).items() if name not in made} | {"_ready_for": None}
 
     def use_seed(self, seed: int) -> None:
         """Use the run's seed, unless one was given to the constructor."""
