@@ -49,6 +49,7 @@ class FederationLoop:
         vectorized_clients: Most clients in one batched computation, at least 1.
         client_loop: "trainer": a client's fit is a fit of Lightning's Trainer; "lean": the same step without the Trainer's
             costs, bit for bit; "auto": lean where callbacks, precision and strategy allow it.
+        compile: Run networks through ``torch.compile``: once, not once a client. Numbers change in their last bits.
         num_workers: Processes of the Ray engine, at least 1. ``time/cpu`` is this process's alone.
         gpus_per_worker: GPUs of each of them, in [0, 1]; a fraction shares one.
         address: Of the Ray cluster to use; None starts Ray on this machine.
@@ -84,6 +85,7 @@ class FederationLoop:
         engine: Literal["serial", "vectorized", "ray"] = "serial",
         vectorized_clients: int = 64,
         client_loop: ClientLoop = "auto",
+        compile: bool = False,
         num_workers: int = 2,
         gpus_per_worker: float = 0.0,
         address: str | None = None,
@@ -121,6 +123,9 @@ class FederationLoop:
             raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial', 'vectorized', 'ray'")
         if count_flops and engine != "serial":
             raise ValueError(f"federation.count_flops is true, and the engine is {engine!r}; it must be 'serial'")
+        if compile and engine != "serial":
+            raise ValueError(f"federation.compile is true, and the engine is {engine!r}; it must be 'serial'")
+        self.compile = compile
         self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
         self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
@@ -205,7 +210,9 @@ class FederationLoop:
         if self.attack is not None:
             self.program = self.attack.wrap(self.program, info, seed)
         tasks = {**method.tasks(model), **self.program.tasks(model)}
-        self.participant = Participant(tasks, trainer, batch_size, seed, self.eval_batch_size, self.client_loop)
+        self.participant = Participant(
+            tasks, trainer, batch_size, seed, self.eval_batch_size, self.client_loop, self.compile
+        )
         self.is_main = self.participant.trainer.global_rank == 0
 
     def launch(self) -> None:

@@ -412,3 +412,12 @@ def test_seeds_decide_everything() -> None:
     for loop in loops:
         loop.fit()
     assert numbers(loops[0]) == numbers(loops[1]) != numbers(loops[2])
+
+
+def test_a_memory_that_is_part_of_a_stack_lets_go_of_the_rest() -> None:
+    store, stack = MemoryStore(), torch.arange(12.0).view(3, 4)
+    store.commit("0", {"control": {"w": stack[1], "own": stack}})
+    kept = store.get("0")["control"]
+    assert torch.equal(kept["w"], stack[1])
+    assert kept["w"].untyped_storage().nbytes() == 16
+    assert kept["own"].data_ptr() == stack.data_ptr()  # a whole one is not copied
