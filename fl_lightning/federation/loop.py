@@ -53,6 +53,9 @@ class FederationLoop:
         num_workers: Processes of the Ray engine, at least 1. ``time/cpu`` is this process's alone.
         gpus_per_worker: GPUs of each of them, in [0, 1]; a fraction shares one.
         address: Of the Ray cluster to use; None starts Ray on this machine.
+        memory_budget: MiB of clients' memories (SCAFFOLD's control variates, personal models) to keep in memory, at least 0;
+            those used least recently lie in a temporary folder (TMPDIR). Null keeps all in memory. Writing a checkpoint
+            gathers all of them.
         evaluate_every: Evaluate every so many rounds (and before the first and after the last), at least 1.
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
@@ -89,6 +92,7 @@ class FederationLoop:
         num_workers: int = 2,
         gpus_per_worker: float = 0.0,
         address: str | None = None,
+        memory_budget: float | None = None,
         evaluate_every: int = 1,
         validate: bool = True,
         checkpoint_every: int = 1,
@@ -129,6 +133,7 @@ class FederationLoop:
         self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
         self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
+        self.memory_budget = memory_budget
         if client_loop not in ("auto", "trainer", "lean"):
             raise ValueError(f"federation.client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
         self.client_loop: ClientLoop = client_loop
@@ -168,7 +173,7 @@ class FederationLoop:
         elif not info.clients:
             raise ValueError("data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder")
         self.assemble_model(method, model, info, trainer, seed, data.batch_size)
-        self.memory = MemoryStore()
+        self.memory = MemoryStore(self.memory_budget)
         engine = SerialEngine(self.participant, data, self.memory, self.guard)
         if self.engine_name == "vectorized":
             engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients, self.guard)
