@@ -105,6 +105,18 @@ class Guard:
         self.lost[client] = failure
         return None
 
+    def take_over(self, failures: Sequence[Failure], lost: Mapping[str, Failure]) -> None:
+        """Count failures of the round that another guard has met as this one's own.
+
+        Args:
+            failures: In the order in which they happened.
+            lost: The last one of every client without which the round goes on.
+        """
+        for failure in failures:
+            self.failures.append(failure)
+            self.record(failure)
+        self.lost |= lost
+
     def check_quorum(self, replied: Sequence[str], cohort: Sequence[str]) -> None:
         """Enough clients of a cohort have replied.
 
