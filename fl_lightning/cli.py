@@ -627,6 +627,7 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing.*")  # Opacus' at a network's first layer
 
 
 def run(arguments: list[str]) -> object:

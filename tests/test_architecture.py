@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 # A room imports rooms of lower levels, and its own level.
 LEVELS = (
-    {"rng", "aggregation", "message"},
+    {"rng", "aggregation", "message", "accounting"},
     {"rules", "optim", "synthesis", "models", "losses", "metrics", "data"},
     {"callbacks", "tasks"},
     {"methods"},
@@ -29,7 +29,18 @@ LEVELS = (
 UPWARD = {"fl_lightning/report/compare.py": {"cli", "__main__"}}
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # Rooms whose code any loop could run; the data module is a Lightning one, and the optimizers' types are torch's.
-WITHOUT_LIGHTNING = {"rng", "aggregation", "message", "models", "losses", "rules", "metrics", "synthesis", "optim"}
+WITHOUT_LIGHTNING = {
+    "rng",
+    "aggregation",
+    "message",
+    "accounting",
+    "models",
+    "losses",
+    "rules",
+    "metrics",
+    "synthesis",
+    "optim",
+}
 
 
 def room(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import Examples
-from fl_lightning.federation.callbacks import FederationCallback, Row, classes_in, examples_in
+from fl_lightning.federation.callbacks import FederationCallback, Row, classes_in, clients_in, examples_in
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods.base import Fit
 from fl_lightning.metrics import generation as measures
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederationLoop
 
 FEATURES = "classifier"
+_VALUES = 2**26  # of training images that every run's meter compares with: 256 MiB
 _COLUMNS = 16  # images whose patches are shown
 
 
@@ -86,6 +88,48 @@ class GenerationMeter(FederationCallback):
         )
         loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
         loop.model.load(result.buffers)
+
+
+class MemorisationMeter(FederationCallback):
+    """Whether a method's synthetic images are copies of training images; part of every run, in the round that makes them.
+
+    Columns, means over classes: ``memorisation/nn_ratio``, the median distance of a synthetic image to the nearest training
+    image, over the median distance of a training image to the nearest other one: about 1 for an honest generator, 0 for one
+    that replays; ``memorisation/copy_rate``, the share of synthetic images at most as far as the nearest 1 % of the training
+    images are from another: about 0.01 for an honest one. Distances are Euclidean, over pixels, within a class. Where images
+    are many or large, a drawn part of the training images stands for all, so that copies of the others go unseen;
+    `GenerationMeter` looks at all.
+
+    Args:
+        per_class: Synthetic images of a class that are looked at, at least 1.
+    """
+
+    def __init__(self, per_class: int = 50) -> None:
+        if per_class < 1:
+            raise ValueError(f"MemorisationMeter.per_class is {per_class}; it must be at least 1")
+        self.per_class = per_class
+        self.seen: Examples | None = None
+
+    def on_start(self, loop: FederationLoop) -> None:
+        self.seen = loop.method.synthetic()
+
+    def measure(self, loop: FederationLoop) -> Row:
+        made = loop.method.synthetic()
+        if made is None or made is self.seen:
+            return {}
+        self.seen = made
+        if not clients_in(loop):  # no real image to compare with
+            return {}
+        most = max(2, _VALUES // math.prod(loop.info.input_shape) // loop.info.num_classes)
+        images, labels = _whole(some(made, self.per_class, loop))
+        real, of_real = _whole(some(examples_in(loop), most, loop))
+        found = [
+            measures.training_distances(images[labels == c], real[of_real == c])
+            for c in classes_in(loop)
+            if (labels == c).any() and (of_real == c).sum() > 1
+        ]
+        rows = {"nn_ratio": [d.ratio for d in found], "copy_rate": [d.copy_rate() for d in found]}
+        return {f"memorisation/{name}": sum(values) / len(values) for name, values in rows.items() if values}
 
 
 class SamplePictures(FederationCallback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +60,7 @@ class Guard:
 
     Attributes:
         failures: Those of the round.
+        turn: Entered around every attempt to get a client's reply.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Guard:
         record: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         self.policy, self.min_clients, self.max_bytes, self.record = policy, min_clients, max_bytes, record
+        self.turn: Callable[[], AbstractContextManager[None]] = nullcontext
         self.begin(0, {})
 
     def begin(self, round: int, uplink: Mapping[str, Group]) -> None:
@@ -91,7 +94,8 @@ class Guard:
         """
         for attempt in range(1, (ATTEMPTS if self.policy == "retry" else 1) + 1):
             try:
-                reply = ways[min(attempt, len(ways)) - 1]()
+                with self.turn():
+                    reply = ways[min(attempt, len(ways)) - 1]()
                 check_reply(reply, self.uplink, client, self.round, self.max_bytes)
                 return reply
             except Exception as error:

@@ -37,7 +37,8 @@ HOOKS = (
     "on_train_end",
     "on_fit_end",
 )
-_CALLBACK_HOOKS = (*HOOKS, "on_fit_start", "on_train_batch_start")  # of a task, these two run in any case
+# Of a callback; of a task, the first two run in any case.
+_CALLBACK_HOOKS = (*HOOKS, "on_fit_start", "on_train_batch_start", "on_exception")
 # What a Trainer does for these, the lean loop does not.
 _NOT_RUN = (
     "configure_gradient_clipping",
@@ -119,6 +120,17 @@ def fit(
     Returns:
         The optimizer, and how many steps it took.
     """
+    try:
+        return _fit(trainer, task, batches, max_epochs, max_steps)
+    except BaseException as error:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.on_exception(trainer, task, error)
+        raise
+
+
+def _fit(
+    trainer: Trainer, task: FederatedTask, batches: Iterable[Batch], max_epochs: int, max_steps: int
+) -> tuple[Optimizer, int]:
     hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLBACK_HOOKS}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for name in _hooks(type(callback)):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +20,22 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
-from fl_lightning.federation.engines.base import Engine
+from fl_lightning.federation.engines.base import Engine, addressed_part
 from fl_lightning.federation.engines.ray import RayEngine
 from fl_lightning.federation.engines.serial import SerialEngine
 from fl_lightning.federation.engines.uploads import UploadsEngine
 from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.flops import FlopCount
-from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Guard, OnClientError
+from fl_lightning.federation.generation import MemorisationMeter
+from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Guard, OnClientError, TooFewReplies
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
+from fl_lightning.federation.record_privacy import RecordPrivacy
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
+from fl_lightning.federation.system import System, Turn
 from fl_lightning.federation.uploads import SaveUploads, upload_clients, uploads_folder
+from fl_lightning.message import Group, Message
 from fl_lightning.methods.base import Method, Predict, Reply
 from fl_lightning.tasks.base import FederatedTask
 
@@ -74,11 +79,17 @@ class FederationLoop:
         save_uploads: Write what the clients send in round 1 to ``uploads/`` in the run's folder.
         aggregator: A rule in place of the mean of updates, for example `Krum`; null for the method's own.
         attack: Hostile clients, for experiments.
+        record_privacy: Train with differential privacy for single examples at the clients; null for none. Not with the
+            vectorized engine, and not with ``uploads``.
         on_client_error: What a client that fails means: by an exception, or by a reply that does not fit what the method
             expects or is not finite. "raise": the end of the run; "skip": the round goes on without the client; "retry":
             so, after it was asked once more. Failures stand in ``failures.jsonl``, and their number in ``round/failures``.
         min_clients: Fewest clients that must reply in a round, at least 1; with fewer the run ends.
         max_reply_bytes: Largest reply of a client, at least 1.
+        system: A virtual clock: who is there, and who comes too late (``round/virtual_seconds``); null for none. Whom it
+            leaves out counts as missing for ``min_clients``.
+        client_timeout: Seconds, on the wall, of a client's turn, above 0; one that takes longer has failed. Looked at before
+            every batch and every request, so it cannot stop what hangs within one. For the serial engine.
     """
 
     def __init__(
@@ -107,9 +118,12 @@ class FederationLoop:
         save_uploads: bool = False,
         aggregator: Aggregator | None = None,
         attack: Attack | None = None,
+        record_privacy: RecordPrivacy | None = None,
         on_client_error: OnClientError = "raise",
         min_clients: int = 1,
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        system: System | None = None,
+        client_timeout: float | None = None,
     ) -> None:
         for label, value in {
             "evaluate_every": evaluate_every,
@@ -142,11 +156,24 @@ class FederationLoop:
         self.checkpoint_every, self.keep_last, self.monitor = checkpoint_every, keep_last, monitor
         self.num_threads, self.eval_batch_size, self.progress = num_threads, eval_batch_size, progress
         self.uploads, self.save_uploads = uploads, save_uploads
-        self.aggregator, self.attack = aggregator, attack
+        self.aggregator, self.attack, self.record_privacy = aggregator, attack, record_privacy
+        if record_privacy is not None and (engine == "vectorized" or uploads is not None):
+            what = "engine is 'vectorized'" if engine == "vectorized" else f"uploads is {uploads!r}"
+            raise ValueError(f"federation.{what}, and federation.record_privacy is given; they do not go together")
         if on_client_error not in ("raise", "skip", "retry"):
             raise ValueError(f"federation.on_client_error is {on_client_error!r}; allowed: 'raise', 'skip', 'retry'")
         self.guard = Guard(on_client_error, min_clients, max_reply_bytes, lambda f: self._call("on_failure", f))
-        self.callbacks: list[FederationCallback] = list(callbacks or [])
+        if client_timeout is not None and not (client_timeout > 0 and engine == "serial"):
+            raise ValueError(
+                f"federation.client_timeout is {client_timeout} and the engine {engine!r}; it must be above 0 and 'serial'"
+            )
+        if system is not None and uploads is not None:
+            raise ValueError(
+                f"federation.uploads is {uploads!r}, and federation.system is given; they do not go together"
+            )
+        self.system, self.client_timeout = system, client_timeout
+        self.callbacks: list[FederationCallback] = [*(callbacks or []), MemorisationMeter()]
+        self.callbacks += [record_privacy] if record_privacy is not None else []
         self.history: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
         self.round = 0
@@ -174,6 +201,8 @@ class FederationLoop:
             raise ValueError("data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder")
         self.assemble_model(method, model, info, trainer, seed, data.batch_size)
         self.memory = MemoryStore(self.memory_budget)
+        if self.client_timeout is not None:
+            self.guard.turn = partial(self.participant.within, self.client_timeout)
         engine = SerialEngine(self.participant, data, self.memory, self.guard)
         if self.engine_name == "vectorized":
             engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients, self.guard)
@@ -212,6 +241,8 @@ class FederationLoop:
         model.build(info, seed)
         method.setup(model, info, seed)
         self.program = method.client()
+        if self.record_privacy is not None:
+            self.program = self.record_privacy.wrap(self.program, batch_size)
         if self.attack is not None:
             self.program = self.attack.wrap(self.program, info, seed)
         tasks = {**method.tasks(model), **self.program.tasks(model)}
@@ -314,16 +345,48 @@ class FederationLoop:
                 except ValueError as error:
                     raise ValueError(f"federation.aggregator: {error} (round {round})") from None
 
+    def _turns(self, cohort: tuple[str, ...], message: Message, uplink: Mapping[str, Group]) -> dict[str, Turn]:
+        """The virtual clock's word on every client of a cohort; uploads count as far as their shapes are known before."""
+        turns: dict[str, Turn] = {}
+        if self.system is None:
+            return turns
+        like = {name: group.like for name, group in uplink.items() if group.like is not None}
+        for client in cohort:
+            count, received = len(self.data.train(client)), self.method.addressed(message.round, client)
+            work = count * (self.system.passes or self.participant.passes(count))
+            down, up = addressed_part(message, received).nbytes, Message(message.round, client, like).nbytes
+            turns[client] = self.system.turn(client, message.round, self.seed, work, down, up)
+        return turns
+
+    def _clock(self, turns: Mapping[str, Turn], replied: tuple[str, ...]) -> dict[str, float]:
+        """What the virtual clock puts into a round's row."""
+        if self.system is None:
+            return {}
+        there = [turn for turn in turns.values() if turn.available]
+        return {
+            "round/virtual_seconds": self.system.seconds(list(turns.values()), [turns[client] for client in replied]),
+            "round/unavailable": float(len(turns) - len(there)),
+            "round/late": float(sum(not self.system.in_time(turn) for turn in there)),
+        }
+
     def _run_round(self, round: int) -> None:
         method, started = self.method, _clocks()
         flops = self.participant.flops = self.flops
         before = flops.total if flops else 0.0
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
-            cohort = self._cohort(round)
+            sampled = cohort = self._cohort(round)
             message = method.broadcast(round)
             done = iter(range(len(cohort) + 1))
             uplink, scalars = method.uplink(round), list[Mapping[str, float]]()
+            turns = self._turns(sampled, message, uplink)
+            if self.system is not None:
+                cohort = tuple(client for client in sampled if self.system.in_time(turns[client]))
+                if sampled and len(cohort) < self.guard.min_clients:
+                    raise TooFewReplies(
+                        f"round {round}: {len(cohort)} of {len(sampled)} clients are there and in time "
+                        f"(federation.system), and federation.min_clients is {self.guard.min_clients}"
+                    )
             rule = self._rule(cohort)
 
             def accepted(reply: Reply) -> None:
@@ -357,6 +420,7 @@ class FederationLoop:
             **({} if self.guard.policy == "raise" else {"round/failures": float(len(self.guard.failures))}),
             "round/gradients": float(total.num_gradients),
             **({"round/flops": flops.total - before} if flops else {}),
+            **self._clock(turns, total.clients),
             "comm/bytes_up": float(total.bytes_up),
             "comm/bytes_down": float(total.bytes_down),
         }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -49,6 +51,8 @@ class BatchLoader:
         rank: Number of this device.
         world_size: Number of devices.
         draws: Draws the examples' augmentation, for the whole batch on every device; None leaves the inputs as they are.
+        poisson: Draw every example into every batch by itself; ``batch_size`` is then what is expected.
+        check: Called before every batch.
     """
 
     def __init__(
@@ -59,18 +63,29 @@ class BatchLoader:
         rank: int = 0,
         world_size: int = 1,
         draws: torch.Generator | None = None,
+        poisson: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.examples, self.batch_size, self.generator = examples, batch_size, generator
-        self.rank, self.world_size, self.draws = rank, world_size, draws
-        self.served = 0  # examples so far
+        self.rank, self.world_size, self.draws, self.poisson = rank, world_size, draws, poisson
+        self.served, self.check = 0, check  # examples so far
 
     def __len__(self) -> int:
         return math.ceil(len(self.examples) / self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def _indices(self) -> Iterator[Tensor]:
         count = len(self.examples)
-        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
-        for batch in order.split(self.batch_size):
+        if self.poisson:
+            for _ in range(len(self)):
+                drawn = torch.rand(count, generator=self.generator, dtype=torch.float64) * count < self.batch_size
+                yield drawn.nonzero().flatten()
+        else:
+            order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+            yield from order.split(self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._indices():
+            self.check()
             self.served += len(batch)
             scale = 1.0
             draws = None if self.draws is None else draw(self.examples.augmentation, len(batch), self.draws)
@@ -129,6 +144,7 @@ class Participant:
         self._dry = bool(template.get("fast_dev_run"))
         self.num_gradients = 0  # backward passes of all fits so far
         self.flops: FlopCount | None = None  # counts where one is set
+        self._limit: tuple[float, float] | None = None  # seconds of the turn at hand, and when it is over
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
 
@@ -149,8 +165,25 @@ class Participant:
         except StopIteration as end:
             return end.value
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Requests of the block raise `TimeoutError` once so many seconds have passed: before they start, and before each
+        batch."""
+        self._limit = seconds, time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._limit = None
+
+    def _in_time(self) -> None:
+        if self._limit is not None and time.monotonic() > self._limit[1]:
+            raise TimeoutError(
+                f"the client has not finished within federation.client_timeout, {self._limit[0]} seconds"
+            )
+
     def execute(self, request: Fit | Predict, *owner: object) -> Result:
         """Carry out one request."""
+        self._in_time()
         task = self._task(request.task)
         if request.start is not None:
             task.load(request.start)
@@ -195,7 +228,8 @@ class Participant:
         batch_size = int(fit.overrides.get("batch_size", self.batch_size))
         draws = torch_generator(self.seed, *owner, *fit.key, "augment") if fit.data.augmentation else None
         data = self._inputs(task, fit.data, keep=draws is None)
-        loader = BatchLoader(data, batch_size, generator, trainer.global_rank, trainer.world_size, draws)
+        place = trainer.global_rank, trainer.world_size
+        loader = BatchLoader(data, batch_size, generator, *place, draws, fit.poisson, self._in_time)
         task.train()
         try:
             epochs, steps = self._rewind(fit.overrides, by_trainer)
@@ -207,6 +241,7 @@ class Participant:
             outcome = _outcome(optimizer)
             if self.flops is not None:
                 often = loader.served * task.num_gradients / max(num_steps, 1)
+                loader.poisson = False  # the batch that is looked at must not be empty
                 self.flops.fit(fit.task, task, next(iter(loader)), often)
             self.num_gradients += task.num_gradients
         finally:
@@ -278,6 +313,12 @@ class Participant:
         trainer.accumulate_grad_batches, trainer.gradient_clip_val = self._accumulate, self._clip
         return epochs, steps
 
+    def passes(self, count: int) -> float:
+        """Passes over so many examples that a fit takes, by the trainer's budget."""
+        epochs, steps, size = self.budget({})
+        by_steps = steps * min(size, count) / max(count, 1) if steps >= 0 else math.inf
+        return min(by_steps, epochs if epochs >= 0 else math.inf)
+
     def budget(self, overrides: Mapping[str, float]) -> tuple[int, int, int]:
         """Epochs and steps, -1 for no limit, and batch size of a fit."""
         epochs, steps = self._max_epochs, self._max_steps
@@ -296,7 +337,7 @@ class Participant:
         task.output = request.output
         task.eval()
         trainer.callbacks = []  # type: ignore[attr-defined]
-        loader = BatchLoader(self._inputs(task, request.data), self.eval_batch_size)
+        loader = BatchLoader(self._inputs(task, request.data), self.eval_batch_size, check=self._in_time)
         run = lean.predict if self._lean(task, []) else Trainer.predict
         outputs: Any = run(trainer, task, loader)
         if self.flops is not None:

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.accounting import Accountant, Event, epsilon_of, noise_for, spend
 from fl_lightning.aggregation import Aggregator
 from fl_lightning.message import Group
 from fl_lightning.rng import torch_generator
-
-Accountant = Literal["rdp", "pld"]
-Event = tuple[float, float, int]  # sampling rate, noise multiplier, rounds
-# Whole orders have a closed form; the library's fractional ones may not converge.
-_ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 
 
 class PrivateMean(Aggregator):
@@ -135,7 +130,7 @@ class PrivateMean(Aggregator):
             short += norm <= self.clip
         draw = torch_generator(self.seed, round, "privacy noise")
         total += self.z_update * self.clip * torch.randn(len(total), generator=draw, dtype=wide)
-        self.spent = _spend(self.spent, self.rate, self.z)
+        self.spent = spend(self.spent, self.rate, self.z)
         self.numbers = {
             "epsilon": epsilon_of(tuple(self.spent), self.delta, self.accountant),
             "clip": self.clip,
@@ -175,48 +170,3 @@ class PrivateMean(Aggregator):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.spent, self.clip = [(float(q), float(z), int(n)) for q, z, n in state["spent"]], float(state["clip"])
-
-
-def _spend(spent: list[Event], rate: float, z: float) -> list[Event]:
-    """One more round."""
-    if spent and spent[-1][:2] == (rate, z):
-        return [*spent[:-1], (rate, z, spent[-1][2] + 1)]
-    return [*spent, (rate, z, 1)]
-
-
-@lru_cache(maxsize=4096)
-def epsilon_of(spent: tuple[Event, ...], delta: float, accountant: Accountant = "rdp") -> float:
-    """What rounds have cost, by Google's ``dp-accounting``, adding or removing one client."""
-    dp = _library()
-    books = dp.pld.PLDAccountant() if accountant == "pld" else dp.rdp.RdpAccountant(_ORDERS)
-    for rate, z, rounds in spent:
-        event = dp.GaussianDpEvent(z)
-        books.compose(event if rate == 1 else dp.PoissonSampledDpEvent(rate, event), rounds)
-    return float(books.get_epsilon(delta))
-
-
-def noise_for(epsilon: float, delta: float, rate: float, rounds: int, accountant: Accountant = "rdp") -> float:
-    """The least noise multiplier, to a thousandth, with which so many rounds cost no more than ``epsilon``."""
-
-    def cost(z: float) -> float:
-        return epsilon_of(((rate, z, rounds),), delta, accountant)
-
-    low, high = 0.0, 1.0
-    while cost(high) > epsilon:
-        low, high = high, 2 * high
-        if high > 1e6:
-            raise ValueError(f"PrivateMean.epsilon is {epsilon}; no noise reaches it with delta {delta}")
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if middle > 0.05 and cost(middle) <= epsilon else (middle, high)
-    return high
-
-
-def _library() -> Any:
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-        import dp_accounting.rdp
-    except ImportError as error:
-        raise ValueError("PrivateMean needs the extra 'dp': pip install 'fl_lightning[dp]'") from error
-    return dp_accounting

@@ -42,6 +42,8 @@ class Fit:
         overrides: ``max_epochs``, ``max_steps``, ``batch_size`` in place of the configured ones; ``lr`` in place of the
             optimizer's; ``lr_scale`` multiplies it.
         key: Who owns the randomness of this fit within the round; two fits of one client and round need different keys.
+        poisson: Draw every example into every batch by itself, with probability batch size over number of examples. Batches
+            may be empty, so a callback must see to the loss.
     """
 
     task: str
@@ -52,6 +54,7 @@ class Fit:
     callbacks: tuple[Callback, ...] = ()
     overrides: Mapping[str, float] = field(default_factory=dict)
     key: tuple[object, ...] = ("fit",)
+    poisson: bool = False
 
 
 @dataclass(frozen=True)

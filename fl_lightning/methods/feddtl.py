@@ -8,6 +8,7 @@ What no public text of the paper states is an option; the defaults are reasoned 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fl_lightning.accounting import gaussian_epsilon, gaussian_noise, randomised_response
 from fl_lightning.aggregation import Concatenate, Mean
 from fl_lightning.callbacks.grpo_stage_switch import GRPOStageSwitch, Mix, OldPolicy
 from fl_lightning.data.examples import DataInfo, TensorExamples
@@ -41,6 +43,7 @@ from fl_lightning.tasks.base import FederatedTask
 from fl_lightning.tasks.clip import ClipTask, Objective
 
 SFT, RL = 0.0, 1.0  # the stage, as the message's scalar
+SENSITIVITY = 2.0  # largest distance of two rows of norm 1 at most: of an image's row when another takes its place
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class FedDTLClient(ClientProgram):
     sft_anchor: Literal["global", "client"] = "global"
     upload_limit: int | None = None
     embedding_noise: float = 0.0
+    label_epsilon: float | None = None
 
     def tasks(self, model: FederatedTask) -> dict[str, FederatedTask]:
         assert isinstance(model, ClipTask)
@@ -92,7 +96,7 @@ class FedDTLClient(ClientProgram):
             assert embedded.outputs is not None
             groups["embeddings"] = {
                 "embedding": self.blurred(embedded.outputs, client),
-                "label": client.train.labels[chosen],
+                "label": self.answered(client, len(received["text"]["embeddings"]))[chosen],
             }
         keep = self.sft_anchor == "client" and not reinforced
         return client.reply(
@@ -129,11 +133,21 @@ class FedDTLClient(ClientProgram):
         return torch.randperm(count, generator=draw)[: self.upload_limit].sort().values
 
     def blurred(self, embeddings: Tensor, client: Client) -> Tensor:
-        """Unit embeddings with noise, brought back to unit length. Without a sensitivity bound this proves no privacy."""
+        """Rows of norm 1 at most with Gaussian noise, brought back to unit length, which reads nothing but the noisy row."""
         if self.embedding_noise == 0:
             return embeddings
         draw = torch_generator(client.seed, client.round, client.key, "embedding_noise")
-        return F.normalize(embeddings + self.embedding_noise * torch.randn(embeddings.shape, generator=draw), dim=-1)
+        clipped = embeddings / embeddings.norm(dim=-1, keepdim=True).clamp(min=1.0)
+        return F.normalize(clipped + self.embedding_noise * torch.randn(embeddings.shape, generator=draw), dim=-1)
+
+    def answered(self, client: Client, num_classes: int) -> Tensor:
+        """The labels that are uploaded. The draw has no round, so an image's answer is the same every time, and all of its
+        uploads tell of its label what one does."""
+        labels = client.train.labels
+        if self.label_epsilon is None:
+            return labels
+        draw = torch_generator(client.seed, client.key, "label")
+        return randomised_response(labels, num_classes, self.label_epsilon, draw)
 
 
 class ProductMean(Mean):
@@ -201,7 +215,10 @@ class FedDTL(Method):
             paper's "two-stage only" row.
         upload_limit: Most embeddings a client uploads a round, at least 1; null uploads all. The paper: a subset on full
             data, its size not stated.
-        embedding_noise: Standard deviation per coordinate of noise on uploaded unit embeddings, at least 0.
+        embedding_noise: Standard deviation per coordinate of Gaussian noise on uploaded unit embeddings, at least 0.
+        embedding_epsilon: Or what an upload of an image's row may cost, above 0; sets that noise. Not in the paper.
+        embedding_delta: Delta of the row's guarantee, in (0, 1).
+        label_epsilon: Epsilon of randomised response on the uploaded labels, above 0; null uploads them in clear.
         server_epochs: Passes over the embeddings when the server trains. Not stated.
         server_batch_size: Embeddings per step of it. The paper's batch: 64.
         server_lr: Learning rate of it; null takes the model's optimizer's own.
@@ -225,6 +242,9 @@ class FedDTL(Method):
         decoupled: bool = True,
         upload_limit: int | None = None,
         embedding_noise: float = 0.0,
+        embedding_epsilon: float | None = None,
+        embedding_delta: float = 1e-5,
+        label_epsilon: float | None = None,
         server_epochs: int = 1,
         server_batch_size: int = 64,
         server_lr: float | None = None,
@@ -240,6 +260,23 @@ class FedDTL(Method):
                 raise ValueError(f"{name} is {count}; it must be at least 1")
         if embedding_noise < 0:
             raise ValueError(f"embedding_noise is {embedding_noise}; it must be at least 0")
+        for name, epsilon in {"embedding_epsilon": embedding_epsilon, "label_epsilon": label_epsilon}.items():
+            if epsilon is not None and not epsilon > 0:
+                raise ValueError(f"{name} is {epsilon}; it must be above 0")
+        if not 0 < embedding_delta < 1:
+            raise ValueError(f"embedding_delta is {embedding_delta}; it must be in (0, 1)")
+        if embedding_noise and embedding_epsilon is not None:
+            raise ValueError(
+                f"give either embedding_noise or embedding_epsilon; got {embedding_noise} and {embedding_epsilon}"
+            )
+        if not decoupled and (embedding_noise or embedding_epsilon is not None or label_epsilon is not None):
+            raise ValueError(
+                "embedding_noise, embedding_epsilon and label_epsilon protect uploaded embeddings; with decoupled false "
+                "there are none"
+            )
+        if embedding_epsilon is not None:
+            embedding_noise = SENSITIVITY * gaussian_noise(embedding_epsilon, embedding_delta)
+        self.embedding_delta, self.uploads, self._told = embedding_delta, dict[str, int](), False
         self.sft_share, self.aggregate, self.anchor_text_choice = sft_share, aggregate, anchor_text
         self.server_epochs, self.server_batch_size, self.server_lr = server_epochs, server_batch_size, server_lr
         self.program = FedDTLClient(
@@ -255,6 +292,7 @@ class FedDTL(Method):
             sft_anchor,
             upload_limit,
             embedding_noise,
+            label_epsilon,
         )
 
     def client(self) -> ClientProgram:
@@ -300,6 +338,9 @@ class FedDTL(Method):
         reducer = ProductMean(self.lora) if self.aggregate == "product" else Mean()
         groups = {"lora": Group("update", reducer, like=self.lora)}
         if self.program.decoupled:
+            if self.program.label_epsilon is None and not self._told:
+                print("FedDTL uploads labels in clear: label_epsilon is null", file=sys.stderr)
+                self._told = True
             like = {"embedding": self.text[:0], "label": torch.zeros(0, dtype=torch.int64)}
             groups["embeddings"] = Group("rows", Concatenate(), like=like)
         return groups
@@ -311,7 +352,7 @@ class FedDTL(Method):
         }  # section 5: dW_g = sum N_k/N dW_k
         numbers = {"server/client_drift": client_drift(total, update, self.lora), "server/stage": self.stage(round)}
         if self.program.decoupled:
-            numbers |= self._train_text(total, server)
+            numbers |= self._train_text(total, server) | self._spent(total)
         if round <= self.sft_rounds:
             self.anchor = dict(self.lora)
             if self.program.decoupled:
@@ -341,6 +382,23 @@ class FedDTL(Method):
         self.text = embedded.outputs
         return {"server/text_loss": result.metrics["loss"], "server/embeddings": float(len(rows["label"]))}
 
+    def _spent(self, total: Reduced) -> dict[str, float]:
+        """What an image's row has cost: in this upload, and in all uploads of the client that has made most. An image may be
+        in every one of them."""
+        for client in total.clients:
+            self.uploads[client] = self.uploads.get(client, 0) + 1
+        spent = {}
+        if self.program.embedding_noise and self.uploads:
+            z, most = self.program.embedding_noise / SENSITIVITY, max(self.uploads.values())
+            spent = {
+                "privacy/embedding_epsilon": gaussian_epsilon(z, self.embedding_delta),
+                "privacy/embedding_epsilon_total": gaussian_epsilon(z / math.sqrt(most), self.embedding_delta),
+                "privacy/embedding_delta": self.embedding_delta,
+            }
+        if self.program.label_epsilon is not None:
+            spent["privacy/label_epsilon"] = self.program.label_epsilon
+        return spent
+
     def evaluations(self) -> dict[str, Predict]:
         given = {"text": {"embeddings": self.text}} if self.program.decoupled else {}
         return {"": Predict("policy", None, self.lora, given)}
@@ -349,6 +407,7 @@ class FedDTL(Method):
         state: dict[str, Any] = {"lora": self.lora, "anchor": self.anchor}
         if self.program.decoupled:
             state |= {"text_lora": self.text_lora, "text": self.text, "anchor_text": self.anchor_text}
+            state["uploads"] = dict(self.uploads)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -356,3 +415,4 @@ class FedDTL(Method):
         if self.program.decoupled:
             self.text_lora = dict(state["text_lora"])
             self.text, self.anchor_text = state["text"], state["anchor_text"]
+            self.uploads = {client: int(count) for client, count in state["uploads"].items()}

@@ -193,7 +193,8 @@ class TrainingDistances:
 
     Attributes:
         generated: Of every generated image, (G,) float64.
-        held_out: Of every image of the same class that nobody trained on, (H,) float64: the yardstick.
+        held_out: Of every image of the same class that nobody trained on, (H,) float64: the yardstick. Where there are none,
+            of every training image to the nearest other one.
     """
 
     generated: Tensor
@@ -212,7 +213,7 @@ class TrainingDistances:
         return (self.generated <= self.held_out.quantile(percentile / 100)).double().mean().item()
 
 
-def nearest_distances(queries: Tensor, references: Tensor) -> Tensor:
+def nearest_distances(queries: Tensor, references: Tensor, others: bool = False) -> Tensor:
     """Euclidean distance of every query to the nearest reference; exactly 0 for a copy.
 
     Memory is bounded: neither all distances nor a double copy of all inputs is ever held.
@@ -220,6 +221,7 @@ def nearest_distances(queries: Tensor, references: Tensor) -> Tensor:
     Args:
         queries: (N, ...).
         references: (M, ...) of the same shape but for M, at least one.
+        others: Of every query to the nearest of the others: the references are the queries, two at least.
 
     Returns:
         (N,) float64 on the CPU.
@@ -232,19 +234,23 @@ def nearest_distances(queries: Tensor, references: Tensor) -> Tensor:
     queries, references = queries.detach().cpu().flatten(1), references.detach().cpu().flatten(1)
     rows = max(1, min(BLOCK_ROWS, BLOCK_VALUES // max(1, queries.shape[1])))
     found = []
-    for near in queries.split(rows):
+    for number, near in enumerate(queries.split(rows)):
         near = near.double()
         best, place = torch.full((len(near),), math.inf, dtype=torch.float64), torch.zeros(len(near), dtype=torch.int64)
         for start in range(0, len(references), rows):
-            block = references[start : start + rows].double()
-            least, at = torch.cdist(near, block, compute_mode="use_mm_for_euclid_dist").min(1)
+            distances = torch.cdist(
+                near, references[start : start + rows].double(), compute_mode="use_mm_for_euclid_dist"
+            )
+            if others and start == number * rows:
+                distances.fill_diagonal_(math.inf)
+            least, at = distances.min(1)
             place, best = torch.where(least < best, at + start, place), torch.minimum(least, best)
         # A product of matrices finds the neighbour fast, but leaves 1e-7 where the distance is 0.
         found.append((near - references[place].double()).norm(dim=1))
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
-def training_distances(generated: Tensor, train: Tensor, held_out: Tensor) -> TrainingDistances:
+def training_distances(generated: Tensor, train: Tensor, held_out: Tensor | None = None) -> TrainingDistances:
     """How far generated and held-out images of one class are from its training images.
 
     A generator trained with mirrored images can copy mirrored: put the mirrored training images into ``train`` too.
@@ -252,11 +258,16 @@ def training_distances(generated: Tensor, train: Tensor, held_out: Tensor) -> Tr
     Args:
         generated: (G, ...), images or features, G >= 1.
         train: (M, ...), M >= 1.
-        held_out: (H, ...), H >= 1; in the range, and prepared the way, of the training images.
+        held_out: (H, ...), H >= 1; in the range, and prepared the way, of the training images. None takes the training
+            images' own distances as the yardstick, M >= 2.
 
     Raises:
         ValueError: Shapes that do not fit, or an empty set.
     """
+    if held_out is None:
+        if not len(generated) or len(train) < 2:
+            raise ValueError(f"a generated and two training images are needed, got {len(generated)} and {len(train)}")
+        return TrainingDistances(nearest_distances(generated, train), nearest_distances(train, train, others=True))
     if not (len(generated) and len(train) and len(held_out)):
         sizes = (len(generated), len(train), len(held_out))
         raise ValueError(f"at least one generated, training and held-out image is needed, got {sizes}")

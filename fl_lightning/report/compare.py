@@ -34,10 +34,16 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.report import tables
 
 Values = dict[str, float]
-COSTS = ("kB up per round", "kB down per round", "MB in all", "gradients", "TFLOP", "seconds", "CPU seconds")
+VIRTUAL = "virtual seconds"
+COSTS = ("kB up per round", "kB down per round", "MB in all", "gradients", "TFLOP", "seconds", "CPU seconds", VIRTUAL)
 UPLOADS = "uploads"  # in the folder of a run that saves them
-OPTIONAL = {"gradients": "round/gradients", "TFLOP": "round/flops", "CPU seconds": "time/cpu"}  # not in every record
-SPENT = ("round", "gradients", "MB in all", "seconds")  # on the way to a target
+OPTIONAL = {  # not in every record
+    "gradients": "round/gradients",
+    "TFLOP": "round/flops",
+    "CPU seconds": "time/cpu",
+    VIRTUAL: "round/virtual_seconds",
+}
+SPENT = ("round", "gradients", "MB in all", "seconds", VIRTUAL)  # on the way to a target
 AT = r"(first|last|mean:[1-9]\d*|(best|lowest):.+|(reach|fall):.+:[^:]+)"
 
 
@@ -451,7 +457,8 @@ class Comparison:
 
     def _targets(self) -> str:
         """Per target: how many seeds get there, and the medians over all seeds (not reached counts as infinite)."""
-        text = ""
+        clocked = any(OPTIONAL[VIRTUAL] in row for _, run, _ in self.results() for row in self.rows(run))
+        text, spent = "", [cost for cost in SPENT if clocked or cost != VIRTUAL]
         for column, values in self.study.targets.items():
             for value in values:
                 lines = []
@@ -464,11 +471,11 @@ class Comparison:
                     ]
                     found = [self.reading(run, f"reach:{column}:{value}") for run in runs]
                     if found:
-                        cells = [_median([math.inf if f is None else f.get(c, math.nan) for f in found]) for c in SPENT]
+                        cells = [_median([math.inf if f is None else f.get(c, math.nan) for f in found]) for c in spent]
                         lines.append(
                             f"| {name} | {sum(f is not None for f in found)} of {len(found)} | {' | '.join(cells)} |\n"
                         )
-                head = f"| variant | seeds that reach it | {' | '.join(SPENT)} |\n|---|---:|{'---:|' * len(SPENT)}\n"
+                head = f"| variant | seeds that reach it | {' | '.join(spent)} |\n|---|---:|{'---:|' * len(spent)}\n"
                 if lines:
                     text += f"\n## To {column} {value}\n\nMedian over seeds.\n\n{head}{''.join(lines)}"
         return text
@@ -618,12 +625,10 @@ def reading(rows: Sequence[Values], at: str) -> Values | None:
             return None
         values |= (min if kind == "lowest" else max)(candidates, key=lambda row: row[column])
     before = [row for row in rows if row["round"] <= values["round"]]
-    up, down, gradients, flops, seconds, cpu = (
-        sum(row.get(c, 0.0) for row in before)
-        for c in ("comm/bytes_up", "comm/bytes_down", "round/gradients", "round/flops", "time/round", "time/cpu")
-    )
+    names = "comm/bytes_up", "comm/bytes_down", "round/gradients", "round/flops", "time/round", "time/cpu"
+    up, down, gradients, flops, *seconds = (sum(row.get(c, 0.0) for row in before) for c in (*names, OPTIONAL[VIRTUAL]))
     rounds = max(values["round"], 1.0)
-    spent = (up / rounds / 1e3, down / rounds / 1e3, (up + down) / 1e6, gradients, flops / 1e12, seconds, cpu)
+    spent = (up / rounds / 1e3, down / rounds / 1e3, (up + down) / 1e6, gradients, flops / 1e12, *seconds)
     recorded = {column for row in rows for column in row}
     return values | {name: v for name, v in zip(COSTS, spent, strict=True) if OPTIONAL.get(name, "round") in recorded}
 

@@ -10,7 +10,7 @@ import torch
 from federation.tiny import federation, numbers, same
 from methods.test_federated_factory import SIZES, factory, linear
 
-from fl_lightning.federation.generation import GenerationMeter
+from fl_lightning.federation.generation import GenerationMeter, MemorisationMeter
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import generation as measures
@@ -91,3 +91,40 @@ def test_methods_that_synthesise_nothing_have_no_columns() -> None:
 def test_wrong_arguments(name: str, least: int) -> None:
     with pytest.raises(ValueError, match=f"GenerationMeter.{name} is {least - 1}; it must be at least {least}"):
         GenerationMeter(**{name: least - 1})
+
+
+def test_every_run_looks_for_copies() -> None:
+    """Without any meter asked for: against distances written here, over all synthetic and training images."""
+    loop = federation(factory(), SIZES, **OPTIONS)
+    loop.fit()
+    columns = [{k for k in row if k.startswith("memorisation/")} for row in loop.history]
+    assert columns == [set(), set(), {"memorisation/nn_ratio", "memorisation/copy_rate"}]
+    made = loop.method.synthetic()
+    assert made is not None
+    real = [loop.data.train(client) for client in loop.info.clients]
+    images = torch.cat([r.fetch(torch.arange(len(r))) for r in real]).flatten(1).double()
+    labels = torch.cat([r.labels for r in real])
+    drawn, of = made.fetch(torch.arange(len(made))).flatten(1).double(), made.labels
+    ratios, copies = [], []
+    for c in labels.unique():
+        own, ours = images[labels == c], drawn[of == c]
+        if len(own) < 2 or not len(ours):
+            continue
+        among = (own[:, None] - own).norm(dim=2) + torch.eye(len(own)) * 1e9
+        to_train, yardstick = (ours[:, None] - own).norm(dim=2).amin(1), among.amin(1)
+        ratios.append(float(to_train.quantile(0.5) / yardstick.quantile(0.5)))
+        copies.append(float((to_train <= yardstick.quantile(0.01)).double().mean()))
+    assert loop.history[2]["memorisation/nn_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-6)
+    assert loop.history[2]["memorisation/copy_rate"] == pytest.approx(sum(copies) / len(copies), rel=1e-6)
+
+    meter = next(c for c in loop.callbacks if isinstance(c, MemorisationMeter))
+    replay = loop.data.train("0")
+    loop.method.synthetic = lambda: replay  # type: ignore[method-assign]
+    assert meter.measure(loop) == {"memorisation/nn_ratio": 0.0, "memorisation/copy_rate": 1.0}
+    assert meter.measure(loop) == {}  # once
+
+
+def test_a_run_that_synthesises_nothing_has_no_such_column() -> None:
+    loop = federation(FedAvg(rounds=1), SIZES, **OPTIONS)
+    loop.fit()
+    assert not [k for row in loop.history for k in row if k.startswith("memorisation/")]

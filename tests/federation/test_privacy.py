@@ -11,9 +11,10 @@ import pytest
 import torch
 from federation.tiny import federation, normalised, numbers, same
 
+from fl_lightning.accounting import epsilon_of, noise_for
 from fl_lightning.aggregation import Mean, Sum
 from fl_lightning.federation.callbacks import FederationCallback
-from fl_lightning.federation.privacy import PrivateMean, epsilon_of, noise_for
+from fl_lightning.federation.privacy import PrivateMean
 from fl_lightning.federation.sampling import PoissonSampler, UniformSampler
 from fl_lightning.message import Group
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDyn, LocalOnly

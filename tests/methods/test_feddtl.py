@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.partition import Pathological
 from fl_lightning.data.sources import Digits
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.sampling import UniformSampler
 from fl_lightning.losses.grpo import GRPO
 from fl_lightning.methods.averaging import FedAvg
 from fl_lightning.methods.base import Client
@@ -417,6 +420,85 @@ def test_cached_activations_do_not_depend_on_what_was_fetched_before() -> None:
         assert torch.equal(stores[1].fetch(part), whole[part])
 
 
+# ---- privacy of the uploads
+
+
+def balle_wang(epsilon: float, sigma: float) -> float:
+    """Delta of Gaussian noise on a row that changes by 2 at most (Balle and Wang, 2018, Theorem 8)."""
+    phi, mu = NormalDist().cdf, 2.0 / sigma
+    return phi(mu / 2 - epsilon / mu) - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
+
+
+def test_an_epsilon_sets_the_noise_and_the_record_says_what_is_spent(tmp_path: Path) -> None:
+    def private(rounds: int) -> FederationLoop:
+        loop = make_loop(
+            FedDTL(rounds=rounds, sft_share=1.0, sft_epochs=1, embedding_epsilon=6.0, embedding_delta=1e-4),
+            make_data(shots=2),
+        )
+        loop.sampler = UniformSampler(3)
+        return loop
+
+    loop = private(3)
+    sigma = loop.program.embedding_noise  # type: ignore[attr-defined]
+    assert balle_wang(6.0, sigma) == pytest.approx(1e-4, rel=1e-6)
+    assert balle_wang(6.0, 0.99 * sigma) > 1e-4
+    history = loop.fit(tmp_path)
+    took: dict[str, int] = {}
+    for number, row in enumerate(history[1:], 1):
+        for client in loop._cohort(number):
+            took[client] = took.get(client, 0) + 1
+        assert row["privacy/embedding_epsilon"] == pytest.approx(6.0)
+        assert row["privacy/embedding_delta"] == 1e-4
+        together = sigma / math.sqrt(max(took.values()))  # T releases are one of 1 / sqrt(T) the noise
+        assert balle_wang(row["privacy/embedding_epsilon_total"], together) == pytest.approx(1e-4, rel=1e-6)
+    assert history[-1]["privacy/embedding_epsilon_total"] > history[1]["privacy/embedding_epsilon_total"]
+    assert "privacy/label_epsilon" not in history[-1]
+    resumed = private(3)
+    resumed.fit(checkpoint=tmp_path / "checkpoints" / "round_00002")
+    assert resumed.history[-1]["privacy/embedding_epsilon_total"] == history[-1]["privacy/embedding_epsilon_total"]
+
+
+def as_client(loop: FederationLoop, key: str = "0", round: int = 1) -> Client:
+    return loop.engine.client(key, round)  # type: ignore[attr-defined]
+
+
+def test_rows_are_clipped_before_the_noise_and_unit_after_it() -> None:
+    loop = make_loop(FedDTL(rounds=1, embedding_noise=0.2), make_data(shots=4))
+    program, client = loop.program, as_client(loop)
+    rows = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 30.0, 50)[:, None]
+    found = program.blurred(rows, client)  # type: ignore[attr-defined]
+    draw = torch_generator(client.seed, 1, "0", "embedding_noise")
+    lengths = rows.norm(dim=1, keepdim=True)
+    assert (lengths > 1).any()
+    assert (lengths < 1).any()
+    noisy = torch.where(lengths > 1, rows / lengths, rows) + 0.2 * torch.randn(50, 8, generator=draw)
+    assert torch.allclose(found, noisy / noisy.norm(dim=1, keepdim=True), atol=1e-6)
+
+
+def test_labels_are_answered_once_for_all_rounds() -> None:
+    loop = make_loop(FedDTL(rounds=1, label_epsilon=0.5, upload_limit=30), make_data(shots=60))
+    program = loop.program
+    clients = [as_client(loop, "0", 1), as_client(loop, "0", 2), as_client(loop, "1", 1)]
+    first, again, other = (program.answered(client, 5) for client in clients)  # type: ignore[attr-defined]
+    assert torch.equal(first, again)
+    true = clients[0].train.labels
+    kept = float((first == true).float().mean())
+    stays = math.exp(0.5) / (math.exp(0.5) + 4)
+    assert abs(kept - stays) < 4 * math.sqrt(stays * (1 - stays) / len(true))
+    assert not torch.equal((first - true) % 5, (other - clients[2].train.labels) % 5)  # each client draws its own
+    # What is uploaded are those answers, of the images whose embeddings are.
+    reply = loop.participant.run(program.update(clients[0], loop.method.broadcast(1)), 1, "0")
+    assert torch.equal(reply.message.tensors["embeddings"]["label"], first[program.chosen(clients[0])])  # type: ignore[attr-defined]
+    assert loop.fit()[-1]["privacy/label_epsilon"] == 0.5
+
+
+def test_labels_in_clear_are_said_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, times in (({"embedding_epsilon": 1.0}, 1), ({"label_epsilon": 1.0}, 0), ({"decoupled": False}, 0)):
+        loop = make_loop(FedDTL(rounds=2, sft_share=1.0, sft_epochs=1, **options), make_data(shots=1))  # type: ignore[arg-type]
+        loop.fit()
+        assert capsys.readouterr().err.count("FedDTL uploads labels in clear: label_epsilon is null") == times
+
+
 # ---- what every method shows
 
 
@@ -502,6 +584,11 @@ def test_state_survives_a_round_trip() -> None:
         ({"server_epochs": 0}, "server_epochs is 0"),
         ({"embedding_noise": -1.0}, "embedding_noise is -1.0"),
         ({"upload_limit": 0}, "upload_limit is 0"),
+        ({"embedding_epsilon": 0.0}, "embedding_epsilon is 0.0; it must be above 0"),
+        ({"label_epsilon": -1.0}, "label_epsilon is -1.0; it must be above 0"),
+        ({"embedding_noise": 0.1, "embedding_delta": 1.0}, "embedding_delta is 1.0"),
+        ({"embedding_noise": 0.1, "embedding_epsilon": 1.0}, "give either embedding_noise or embedding_epsilon"),
+        ({"label_epsilon": 1.0, "decoupled": False}, "with decoupled false there are none"),
     ],
 )
 def test_wrong_values_are_named(options: dict[str, Any], words: str) -> None:

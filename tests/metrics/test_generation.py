@@ -241,3 +241,15 @@ def test_refusals_of_the_meters_of_memorisation() -> None:
     with pytest.raises(ValueError, match=r"\[0, 100\], got 101"):
         copy_rate(normal(3, 2), normal(3, 2), normal(3, 2), percentile=101)
     assert math.isnan(nearest_neighbour_ratio(normal(3, 2), normal(3, 2), normal(3, 2)))
+
+
+def test_nearest_others_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "BLOCK_ROWS", 7)
+    points = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    points[20] = points[3]  # a copy is an other one
+    expected = ((points[:, None] - points).double().norm(dim=2) + torch.eye(30) * 1e9).amin(1)
+    found = generation.nearest_distances(points, points, others=True)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert found[3] == found[20] == 0
+    with pytest.raises(ValueError, match="a generated and two training images are needed, got 1 and 1"):
+        generation.training_distances(points[:1], points[:1])

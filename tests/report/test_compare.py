@@ -297,6 +297,31 @@ def test_targets_are_tabulated_as_medians_over_seeds(done: Path) -> None:
     assert rows[1][1].strip() == rows[2][1].strip() == "–"
 
 
+def test_virtual_seconds_stand_beside_the_others_where_runs_have_a_clock(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "virtual seconds" not in (done / "lightning_logs" / "compare" / "tiny" / "table.md").read_text()
+    shutil.copytree(done / "lightning_logs", tmp_path / "lightning_logs")
+    for path in (tmp_path / "lightning_logs").rglob("metrics.csv"):
+        head, *rows = path.read_text().splitlines()
+        cells = ["", "1.5", "2.25"]  # before the first round there are none
+        lines = [f"{row},{cell}" for row, cell in zip(rows, cells, strict=True)]
+        path.write_text("\n".join([f"{head},round/virtual_seconds", *lines]) + "\n")
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", NoPool)
+    folder = command_line(write_study(tmp_path, targets={"global/acc": [0.0, 2.0]}))
+    text = (folder / "table.md").read_text()  # type: ignore[operator]
+    for reached, part in zip(
+        (True, False), [p for p in text.split("## ") if p.startswith("To global/acc")], strict=True
+    ):
+        table = [line.split("|")[1:-1] for line in part.splitlines() if line.startswith("|")]
+        assert table[0][-1].strip() == "virtual seconds"
+        assert {len(line) for line in table} == {7}
+        assert table[2][-1].strip() == ("0" if reached else "–")  # before any training, or never
+    (cost,) = [part for part in text.split("## ") if part.startswith("Cost")]
+    head, _, *lines = [line.split("|")[1:-1] for line in cost.splitlines() if line.startswith("|")]
+    assert float(lines[0][[h.strip() for h in head].index("virtual seconds")].split("±")[0]) == 3.75
+
+
 def test_reading_names_the_columns_there_are() -> None:
     with pytest.raises(ValueError, match=r"'val/f1'.*recorded: acc, comm/bytes_down, comm/bytes_up, loss"):
         reading(ROWS, "best:val/f1")

@@ -13,9 +13,9 @@ Tensors travel as NumPy arrays: the broadcast is put into the object store once 
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
-import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from fl_lightning.aggregation import BLOCK_SIZE, block_size
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation.engines.base import Addressed, BlockReducer, Intake, Total, Weight, addressed_part
 from fl_lightning.federation.engines.serial import SerialEngine
-from fl_lightning.federation.incoming import Failure, Guard, OnClientError
+from fl_lightning.federation.incoming import BadReply, Failure, Guard, OnClientError
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import MemoryStore
 from fl_lightning.message import Group, Groups, Message
@@ -91,16 +91,29 @@ class Done:
 
 @dataclass(frozen=True)
 class Ended:
-    """What ended a worker's item: the exception, or its text where it cannot travel."""
+    """What ended a worker's item: the exception by kind and arguments."""
 
     client: str
-    error: bytes | str
+    kind: str
+    arguments: tuple[Any, ...]
     trace: str
     failures: Sequence[Failure]
 
+    @classmethod
+    def by(cls, error: Exception, client: str, failures: Sequence[Failure]) -> Ended:
+        """At whom an exception was raised, and what; in the exception's handler."""
+        plain = tuple(value if isinstance(value, (str, int, float)) else str(value) for value in error.args)
+        return cls(client, type(error).__name__, plain, traceback.format_exc(), failures)
+
     def exception(self, round: int) -> Exception:
-        """The exception as it was there, with client, round and place as a note."""
-        error = RuntimeError(self.error) if isinstance(self.error, str) else pickle.loads(self.error)
+        """The exception as it was there, with client, round and place as a note; a RuntimeError for a kind that is not known
+        here."""
+        kind = BadReply if self.kind == BadReply.__name__ else getattr(builtins, self.kind, None)
+        try:
+            error = kind(*self.arguments) if isinstance(kind, type) and issubclass(kind, Exception) else None
+        except TypeError:  # of arguments that are no plain values
+            error = None
+        error = error or RuntimeError(f"{self.kind}: {' '.join(map(str, self.arguments))}")
         error.add_note(f"client {self.client}, round {round}, in a worker:\n{self.trace}")
         return error
 
@@ -128,7 +141,7 @@ class Worker:
         try:
             return None, getattr(self, name)(*arguments)
         except Exception as error:
-            return Ended(self.at, _sent(error), traceback.format_exc(), self.engine.guard.failures), None
+            return Ended.by(error, self.at, self.engine.guard.failures), None
 
     def update(self, work: Work, item: Item) -> Done:
         """Clients' turns."""
@@ -409,18 +422,6 @@ class _Actor(Worker):
     def __init__(self) -> None:
         _send_arrays()
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # each would tell what devices there are
-
-
-def _sent(error: Exception) -> bytes | str:
-    """An exception as it travels."""
-    from ray import cloudpickle
-
-    try:
-        blob = cloudpickle.dumps(error)
-        pickle.loads(blob)
-        return blob
-    except Exception:
-        return f"{type(error).__name__}: {error}"
 
 
 def _schema(group: Group) -> Group:
