@@ -55,11 +55,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--warm_up", type=int, default=50)
     parser.add_argument("--engine", default="serial")
+    parser.add_argument("--checkpoint_every", type=int, default=10)
     options = parser.parse_args()
     quiet()
     watch = Watch()
     loop = FederationLoop(
-        engine=options.engine, sampler=UniformSampler(size=10), callbacks=[watch], progress=False, checkpoint_every=100
+        engine=options.engine, sampler=UniformSampler(size=10), callbacks=[watch], progress=False, checkpoint_every=options.checkpoint_every
     )
     data = FederatedDataModule(Digits(), num_clients=100, batch_size=10)
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
