@@ -94,7 +94,7 @@ class MemorisationMeter(FederationCallback):
     """Whether a method's synthetic images are copies of training images; part of every run, in the round that makes them.
 
     Columns, means over classes: ``memorisation/nn_ratio``, the median distance of a synthetic image to the nearest training
-    image, over the median distance of a training image to the nearest other one: about 1 for an honest generator, 0 for one
+    image, over the median distance of training images to the nearest other one: about 1 for an honest generator, 0 for one
     that replays; ``memorisation/copy_rate``, the share of synthetic images at most as far as the nearest 1 % of the training
     images are from another: about 0.01 for an honest one. Distances are Euclidean, over pixels, within a class. Where images
     are many or large, a drawn part of the training images stands for all, so that copies of the others go unseen;

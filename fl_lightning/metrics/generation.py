@@ -24,6 +24,7 @@ Labelled = tuple[Tensor, Tensor]  # inputs (N, ...) and labels (N,)
 BLOCK_VALUES = 2**22  # inputs in one block of a distance matrix: 32 MiB in float64
 BLOCK_ROWS = 2048  # of a block: 32 MiB of distances in float64
 COPIED = 1e-12  # cosine distances below are rounding
+OWN = 200  # training images of a class whose distances to others are a yardstick: all against all would be dear
 
 
 # ---- distances between distributions of features
@@ -194,7 +195,7 @@ class TrainingDistances:
     Attributes:
         generated: Of every generated image, (G,) float64.
         held_out: Of every image of the same class that nobody trained on, (H,) float64: the yardstick. Where there are none,
-            of every training image to the nearest other one.
+            of some training images to the nearest other one.
     """
 
     generated: Tensor
@@ -221,7 +222,7 @@ def nearest_distances(queries: Tensor, references: Tensor, others: bool = False)
     Args:
         queries: (N, ...).
         references: (M, ...) of the same shape but for M, at least one.
-        others: Of every query to the nearest of the others: the references are the queries, two at least.
+        others: Of every query to the nearest other one: the references start with the queries, and are two at least.
 
     Returns:
         (N,) float64 on the CPU.
@@ -258,8 +259,8 @@ def training_distances(generated: Tensor, train: Tensor, held_out: Tensor | None
     Args:
         generated: (G, ...), images or features, G >= 1.
         train: (M, ...), M >= 1.
-        held_out: (H, ...), H >= 1; in the range, and prepared the way, of the training images. None takes the training
-            images' own distances as the yardstick, M >= 2.
+        held_out: (H, ...), H >= 1; in the range, and prepared the way, of the training images. None takes the distances of
+            the first ``OWN`` training images to the nearest other one as the yardstick, M >= 2.
 
     Raises:
         ValueError: Shapes that do not fit, or an empty set.
@@ -267,7 +268,9 @@ def training_distances(generated: Tensor, train: Tensor, held_out: Tensor | None
     if held_out is None:
         if not len(generated) or len(train) < 2:
             raise ValueError(f"a generated and two training images are needed, got {len(generated)} and {len(train)}")
-        return TrainingDistances(nearest_distances(generated, train), nearest_distances(train, train, others=True))
+        return TrainingDistances(
+            nearest_distances(generated, train), nearest_distances(train[:OWN], train, others=True)
+        )
     if not (len(generated) and len(train) and len(held_out)):
         sizes = (len(generated), len(train), len(held_out))
         raise ValueError(f"at least one generated, training and held-out image is needed, got {sizes}")

@@ -251,5 +251,8 @@ def test_nearest_others_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = generation.nearest_distances(points, points, others=True)
     assert torch.allclose(found, expected, atol=1e-6)
     assert found[3] == found[20] == 0
+    monkeypatch.setattr(generation, "OWN", 10)
+    apart = generation.training_distances(points[:4] + 1, points).held_out
+    assert torch.allclose(apart, expected[:10], atol=1e-6)
     with pytest.raises(ValueError, match="a generated and two training images are needed, got 1 and 1"):
         generation.training_distances(points[:1], points[:1])
