@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +27,8 @@ from fl_lightning.federation.engines.uploads import UploadsEngine
 from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.flops import FlopCount
-from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Guard, OnClientError
+from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Failure, Guard, OnClientError
+from fl_lightning.federation.journal import FOLDER, Journal
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.sampling import AllClients, CohortSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
@@ -51,6 +54,10 @@ class FederationLoop:
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
         keep_last: Round checkpoints to keep, at least 1.
+        journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the training or the drawing
+            that it was in the middle of: replies and the server's results are written to ``journal/`` in the run's folder as
+            they come, where a round takes longer than that, and deleted with the round's checkpoint. Null for no journal. On
+            one device only.
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
@@ -83,6 +90,7 @@ class FederationLoop:
         validate: bool = True,
         checkpoint_every: int = 1,
         keep_last: int = 2,
+        journal_seconds: float | None = 30.0,
         monitor: str | None = None,
         num_threads: int | None = 1,
         eval_batch_size: int = 512,
@@ -113,6 +121,9 @@ class FederationLoop:
             raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial', 'vectorized'")
         if count_flops and engine != "serial":
             raise ValueError(f"federation.count_flops is true, and the engine is {engine!r}; it must be 'serial'")
+        if journal_seconds is not None and not journal_seconds >= 0:
+            raise ValueError(f"federation.journal_seconds is {journal_seconds}; it must be at least 0, or null")
+        self.journal_seconds = journal_seconds
         self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
         if client_loop not in ("auto", "trainer", "lean"):
@@ -126,7 +137,7 @@ class FederationLoop:
         self.aggregator, self.attack = aggregator, attack
         if on_client_error not in ("raise", "skip", "retry"):
             raise ValueError(f"federation.on_client_error is {on_client_error!r}; allowed: 'raise', 'skip', 'retry'")
-        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, lambda f: self._call("on_failure", f))
+        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, self._failed)
         self.callbacks: list[FederationCallback] = list(callbacks or [])
         self.history: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}
@@ -219,6 +230,7 @@ class FederationLoop:
         self.folder = CheckpointFolder(run_folder / "checkpoints", self.keep_last) if run_folder else None
         self._committed: tuple[int, dict[str, Any]] | None = None
         self._on_disk = -1
+        self.journal = self._new_journal(run_folder)
         if self.save_uploads and run_folder is not None:
             self.callbacks.append(SaveUploads(run_folder / "uploads"))
         if self.aggregator is not None:
@@ -242,6 +254,8 @@ class FederationLoop:
         except (KeyboardInterrupt, SystemExit):
             # Lightning turns an interrupt inside a fit into SystemExit.
             saved = self._save()
+            if self.participant.journal is not None:
+                self.participant.journal.write()
             self._call("on_interrupt", str(saved) if saved else None)
             raise
         return self.history
@@ -281,6 +295,9 @@ class FederationLoop:
     def _run_round(self, round: int) -> None:
         method, started = self.method, _clocks()
         flops = self.participant.flops = self.flops
+        self.participant.journal = self.journal
+        if self.journal is not None:
+            self.journal.begin(round, self._path(self.round))
         before = flops.total if flops else 0.0
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
@@ -310,7 +327,7 @@ class FederationLoop:
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))
             numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
-        self.participant.flops = None
+        self.participant.flops = self.participant.journal = None
         self.round = round
         if total.pictures:
             self._call("on_pictures", total.pictures)
@@ -364,6 +381,12 @@ class FederationLoop:
             row |= self.evaluator.personal(self.engine, self.program, self.method.judged(self.round))
         return row
 
+    def _failed(self, failure: Failure) -> None:
+        """A client has failed. What it did before counts where the run ends with an exception of its and goes on later."""
+        if self.participant.journal is not None and (failure.refused or self.guard.policy != "raise"):
+            self.participant.journal.forget(failure.client)
+        self._call("on_failure", failure)
+
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
@@ -411,7 +434,32 @@ class FederationLoop:
         if round != self._on_disk:
             self.folder.save(round, state, self.facts)
             self._on_disk = round
+            if (journal := self.folder.folder.with_name(FOLDER)).exists():
+                shutil.rmtree(journal)  # of this round, or an earlier one
+        return self._path(round)
+
+    def _path(self, round: int) -> Path:
+        """Where the checkpoint after a round lies, once it is written."""
+        assert self.folder is not None
         return self.folder.folder / f"round_{round:05d}"
+
+    def _new_journal(self, run_folder: Path | None) -> Journal | None:
+        """The journal of a run that has a folder and one device."""
+        if run_folder is None or self.journal_seconds is None:
+            return None
+        if (devices := self.participant.trainer.world_size) > 1:
+            if self.is_main:
+                print(
+                    f"no journal of unfinished rounds: it works on one device, and there are {devices}", file=sys.stderr
+                )
+            return None
+
+        def base() -> Path:
+            saved = self._save()
+            assert saved is not None
+            return saved
+
+        return Journal(run_folder / FOLDER, self.journal_seconds, base, str(self.facts.get("config_hash")))
 
     def summary(self) -> dict[str, Any]:
         """The run in one JSON object: final metrics, bytes, seconds, versions."""
