@@ -161,8 +161,9 @@ class Journal:
         known = self._known.get(turn, [])
         if known and known[0].header["kind"] == RESULT:
             del self._known[turn]
-            self._bytes -= sum(map(_size, self._held.pop(turn, [])))
-            if any(entry.at is not None for entry in known):
+            held = self._held.pop(turn, [])
+            self._bytes -= sum(map(_size, held))
+            if len(held) < len(known):  # some are in the file
                 self._hold(_Entry({"kind": FORGET, "turn": turn}))
 
     def result(self, turn: str, number: int, request: Fit | Predict) -> Mapping[str, Any] | None:
