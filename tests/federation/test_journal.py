@@ -165,9 +165,7 @@ def test_two_kills_in_one_round(tmp_path: Path, watched: Watched, expected: Fede
     assert again == REQUESTS - 8
 
 
-def test_rounds_between_checkpoints_start_from_one_that_the_journal_asks_for(
-    tmp_path: Path, watched: Watched
-) -> None:
+def test_rounds_between_checkpoints_start_from_one_that_the_journal_asks_for(tmp_path: Path, watched: Watched) -> None:
     options = {"rounds": 2, "checkpoint_every": 10}
     whole, _ = run(tmp_path / "whole", watched, journal_seconds=None, **options)
     run(tmp_path / "killed", watched, REQUESTS + 3, **options)
@@ -282,7 +280,7 @@ def test_entries_of_another_configuration_or_state_are_not_read(
 ) -> None:
     run(tmp_path, watched, REQUESTS - 1)
     content = log(tmp_path).read_bytes()
-    _, again = run(tmp_path, watched, 0, name="b")
+    run(tmp_path, watched, 0, name="b")
     assert "is not of this configuration and this checkpoint" in capsys.readouterr().err
     assert not log(tmp_path).exists()
     log(tmp_path).write_bytes(content)  # and of this one again, but from another checkpoint
@@ -385,7 +383,12 @@ def test_a_run_that_a_client_ended_goes_on_with_what_this_client_had_done(
 def test_a_stack_of_clients_is_taken_as_a_whole(tmp_path: Path, watched: Watched) -> None:
     def one(folder: Path, watched: Watched, kill: int | None) -> tuple[FederationLoop, list[str]]:
         loop = federation(
-            FedAvg(2), (4, 5, 6), engine="vectorized", vectorized_clients=2, journal_seconds=0.0, on_client_error="raise"
+            FedAvg(2),
+            (4, 5, 6),
+            engine="vectorized",
+            vectorized_clients=2,
+            journal_seconds=0.0,
+            on_client_error="raise",
         )
         stacked: list[str] = []
         given = loop.engine._fit  # type: ignore[attr-defined]
