@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fl_lightning.federation.state import CheckpointError
 from fl_lightning.message import Group, Tensors
 from fl_lightning.methods.base import Reply
 
@@ -92,6 +93,8 @@ class Guard:
                 reply = ways[min(attempt, len(ways)) - 1]()
                 check_reply(reply, self.uplink, client, self.round, self.max_bytes)
                 return reply
+            except CheckpointError:  # the disk is full, which is no client's fault
+                raise
             except Exception as error:
                 text = "".join(traceback.format_exception(error))
                 line = f"{type(error).__name__}: {error}"

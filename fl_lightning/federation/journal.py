@@ -222,8 +222,6 @@ class Journal:
                 os.fsync(file.fileno())
                 end = file.tell()
         except OSError as error:
-            if self._path.exists():
-                os.truncate(self._path, self._end)
             raise CheckpointError(
                 error.errno, f"cannot write {self._path}: {error.strerror}; what it held before is still there"
             ) from error
