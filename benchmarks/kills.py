@@ -3,8 +3,9 @@
 For every method on a tiny configuration: one uninterrupted run; then, for every phase and as often as ``--times`` says, a
 run that kills itself with SIGKILL inside of the phase (at a drawn call, after a drawn part of what that call usually takes;
 for checkpoint writing at a drawn fsync), and ``fit --ckpt_path last`` until its end. Compared are the last checkpoint's
-method state and client memories, and the rows of metrics.csv without the clock. Runs are forks of one process, so that no
-kill lands in an import.
+method state and client memories, and the rows of metrics.csv without the clock. Counted are the requests (fits and forward
+passes of clients and server) that were done before the kill, and those of them that were done again. Everything is
+journalled at once (``federation.journal_seconds: 0``). Runs are forks of one process, so that no kill lands in an import.
 
     python benchmarks/kills.py
     python benchmarks/kills.py --methods fedavg dense --phases client_fit checkpoint --times 2
@@ -33,27 +34,58 @@ from typing import Any
 import torch
 
 from fl_lightning.__main__ import main as command
+from fl_lightning.cli import FederatedCLI
 from fl_lightning.federation import state
 from fl_lightning.federation.engines.base import BlockReducer, Total
 from fl_lightning.federation.evaluation import Evaluator
+from fl_lightning.federation.journal import FOLDER, Journal
 from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods import FedAvg
 from fl_lightning.methods.base import Fit
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-QUICK = ["--trainer.logger=false", "--federation.progress=false", "--data.num_clients=4", "--trainer.max_steps=4"]
+QUICK = [
+    *("--trainer.logger=false", "--federation.progress=false", "--data.num_clients=4", "--trainer.max_steps=4"),
+    *("--federation.validate=false", "--federation.callbacks=null", "--federation.journal_seconds=0"),
+]
 ROUNDS = ["--method.init_args.rounds=3", "--federation.sampler.init_args.size=3"]
-STUDENT = ["--method.init_args.images=40", "--method.init_args.student.steps=4"]
+STUDENT = ["--method.init_args.student.steps=4"]
+INVERSION = [
+    *STUDENT,
+    *("--method.init_args.images_per_client=8", "--method.init_args.batch=4", "--method.init_args.iterations=6"),
+]
+GENERATOR = [*STUDENT, "--method.init_args.images=16", "--method.init_args.width=2", "--method.init_args.latent=8"]
+FACTORY = [
+    *("--data.partitioner=Shards", "--data.train_fraction=0.2", "--method.init_args.samples_per_class=4"),
+    *(
+        "--method.init_args.training={steps: 2, batch_size: 8}",
+        "--method.init_args.classifier={steps: 2, batch_size: 8}",
+    ),
+    *("--method.init_args.generator.init_args.steps=2", "--model.init_args.network.init_args.width=4"),
+    "--method.init_args.generator.init_args.network.init_args.width=8",
+]
+RESNET = ["--model.init_args.network.init_args.width=2"]
 METHODS = {
     "fedavg": ROUNDS,
     "fedadam": ROUNDS,
     "scaffold": ROUNDS,
     "feddyn": ROUNDS,
     "fednsam": ROUNDS,
-    "noise_distillation": STUDENT,
-    "dense": [*STUDENT, "--method.init_args.epochs=2", "--model.init_args.network.init_args.width=2"],
+    "noise_distillation": [*STUDENT, "--method.init_args.images=40"],
+    "dense": [*GENERATOR, *RESNET, "--method.init_args.epochs=2", "--method.init_args.generator_steps=3"],
+    "fedftg": [*GENERATOR, *RESNET, "--method.init_args.iterations=2"],
+    "co_boosting": [*GENERATOR, *RESNET, "--method.init_args.epochs=2", "--method.init_args.generator_steps=3"],
+    "deep_inversion": [*INVERSION, *RESNET],
+    "fedmitr": [*INVERSION, "--method.init_args.epochs=2", "--method.init_args.events=[2, 4]"],
+    "federated_factory": FACTORY,
+    "federated_factory_p2p": FACTORY,
+    "feddtl": ["--method.init_args.rounds=2", "--data.num_clients=5", "--data.train_fraction=0.2"],
 }
-PHASES = ("client_fit", "between_clients", "aggregation", "server_fit", "synthesis", "checkpoint", "evaluation")
+PHASES = (
+    *("client_fit", "between_clients", "aggregation", "server_fit", "synthesis"),
+    *("journal", "checkpoint", "evaluation"),
+)
 
 
 def places() -> dict[str, tuple[Any, str, Callable[..., bool]]]:
@@ -61,23 +93,28 @@ def places() -> dict[str, tuple[Any, str, Callable[..., bool]]]:
 
     def server(kind: bool) -> Callable[..., bool]:
         def asked(self: Any, request: Any, *owner: Any) -> bool:
-            return owner[1:] == ("server",) and (isinstance(request, Fit) and request.task == "model") is kind
+            learns = isinstance(request, Fit) and request.task in ("model", "text")  # FedDTL's server trains text
+            return owner[1:] == ("server",) and learns is kind
 
         return asked
+
+    def in_checkpoint(handle: int) -> bool:
+        return FOLDER not in os.readlink(f"/proc/self/fd/{handle}")
 
     every: Callable[..., bool] = lambda *a, **k: True  # noqa: E731
     return {
         "client_fit": (
             Participant,
             "execute",
-            lambda self, request, *owner: isinstance(request, Fit) and owner[1:] != ("server",),
+            lambda self, request, *owner: isinstance(request, Fit) and owner[1] not in ("server", "evaluate"),
         ),
         "between_clients": (Total, "take", every),
         "aggregation": (BlockReducer, "finish", every),
         "server_fit": (Participant, "execute", server(True)),
         "server_step": (FedAvg, "step", every),
         "synthesis": (Participant, "execute", server(False)),
-        "checkpoint": (state.os, "fsync", every),
+        "journal": (Journal, "write", every),
+        "checkpoint": (state.os, "fsync", in_checkpoint),
         "evaluation": (Evaluator, "model", every),
     }
 
@@ -104,6 +141,19 @@ def watch(found: dict[str, list[float]], armed: tuple[str, int, float] | None) -
         setattr(owner, name, around)
 
 
+def count_requests() -> None:
+    """Leave a byte in the file ``done`` for every request of a client or the server that has been carried out."""
+    given, done = Participant.execute, os.open("done", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def execute(worker: Any, request: Any, *owner: Any) -> Any:
+        result = given(worker, request, *owner)
+        if owner[1] != "evaluate" and owner[-1] != "evaluate":
+            os.write(done, b".")
+        return result
+
+    Participant.execute = execute  # type: ignore[method-assign]
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,9 +166,17 @@ def child(folder: Path, arguments: list[str], armed: tuple[str, int, float] | No
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     found: dict[str, list[float]] = defaultdict(list)
+    count_requests()
     watch(found, armed)
     command(["fit", *arguments])
     queue.put(dict(found))
+
+
+def be_quick() -> None:
+    """Do once, or not at all, what takes longer than such a run: pictures, parsers of other verbs, imports."""
+    Recorder.figure = lambda *_: None  # type: ignore[method-assign]
+    FederatedCLI.subcommands = staticmethod(lambda: {"fit": set()})  # type: ignore[method-assign]
+    import sklearn.datasets  # noqa: F401
 
 
 def run(folder: Path, arguments: list[str], armed: tuple[str, int, float] | None = None) -> tuple[int, Any]:
@@ -150,17 +208,24 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, str]]]:
     return state.digest({"method": kept["method"], "memory": kept["memory"]}), rows
 
 
+def requests(folder: Path) -> int:
+    """How many have been carried out in a folder, over all of its runs."""
+    return (folder / "done").stat().st_size
+
+
 def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> dict[str, Any]:
     """Kill and compare; counts by phase, and what went wrong."""
     result: dict[str, Any] = {"kills": 0, "equal": 0, "by_phase": defaultdict(int), "by_method": defaultdict(int)}
+    result |= {"requests_before_kills": 0, "of_these_done_again": 0}
     wrong = []
+    be_quick()
     for method in methods:
         arguments = ["--config", str(CONFIGS / f"{method}.yaml"), *QUICK, *METHODS[method]]
         with tempfile.TemporaryDirectory() as root:
             code, calls = run(Path(root), arguments)
             if code or not calls:
                 raise SystemExit(f"{method}: the run ends with {code}\n{(Path(root) / 'log').read_text()[-2000:]}")
-            expected = outcome(Path(root))
+            expected, whole = outcome(Path(root)), requests(Path(root))
         for phase in phases:
             at = "server_step" if phase == "server_fit" and not calls.get("server_fit") else phase
             for time_ in range(times if calls.get(at) else 0):
@@ -173,6 +238,7 @@ def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> d
                     if code != -signal.SIGKILL:
                         wrong.append(f"{label}: was not killed ({code})")
                         continue
+                    before = requests(folder)
                     result["kills"] += 1
                     result["by_phase"][phase] += 1
                     result["by_method"][method] += 1
@@ -182,7 +248,11 @@ def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> d
                     except (OSError, ValueError, IndexError) as error:
                         code, equal = f"{code}, {error!r}", False  # type: ignore[assignment]
                     result["equal"] += equal
-                    print(f"{label}: {'equal' if equal else 'DIFFERS'}", flush=True)
+                    again = requests(folder) - whole
+                    result["requests_before_kills"] += before
+                    result["of_these_done_again"] += again
+                    said = f"{before} of {whole} requests done before, {again} of them again"
+                    print(f"{label}: {'equal' if equal else 'DIFFERS'}; {said}", flush=True)
                     if not equal:
                         log = (folder / "log").read_text()[-600:]
                         wrong.append(f"{label}: {'another result' if code == 0 else f'ended with {code}: {log}'}")

@@ -60,7 +60,11 @@ def main() -> None:
     quiet()
     watch = Watch()
     loop = FederationLoop(
-        engine=options.engine, sampler=UniformSampler(size=10), callbacks=[watch], progress=False, checkpoint_every=options.checkpoint_every
+        engine=options.engine,
+        sampler=UniformSampler(size=10),
+        callbacks=[watch],
+        progress=False,
+        checkpoint_every=options.checkpoint_every,
     )
     data = FederatedDataModule(Digits(), num_clients=100, batch_size=10)
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}

@@ -42,6 +42,7 @@ import fl_lightning.tasks  # noqa: F401
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.federation.flatness import FlatnessMeter
 from fl_lightning.federation.incoming import BadReply
+from fl_lightning.federation.journal import FOLDER
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder, write_json
@@ -67,7 +68,16 @@ _NOT_MEANING = {
     "verify": None,
     "accept_changes": None,
     "federation": (
-        *("name", "client_loop", "progress", "checkpoint_every", "keep_last", "monitor", "save_uploads"),
+        *(
+            "name",
+            "client_loop",
+            "progress",
+            "checkpoint_every",
+            "keep_last",
+            "journal_seconds",
+            "monitor",
+            "save_uploads",
+        ),
         *("num_workers", "gpus_per_worker", "address", "memory_budget"),
         *("on_client_error", "min_clients", "max_reply_bytes"),  # a run that a client ended may go on without it
     ),
@@ -76,7 +86,10 @@ _NOT_MEANING = {
 
 
 # Files of a run's folder about its trained model: another one makes them again, or leaves them out.
-_OF_THE_MODEL = ("summary.json", "samples*.png", "confusion.png", "flatness*.png", "flatness*.json", "*.writing")
+_OF_THE_MODEL = (
+    *("summary.json", "samples*.png", "confusion.png", "flatness*.png", "flatness*.json", "*.writing"),
+    FOLDER,  # of the round that was being run: it may hold whole factories
+)
 # What else may show or hold what was trained.
 _DELETED_BY_UNLEARN = ("events.out.tfevents.*", "hparams.yaml", "pictures", "uploads")
 
@@ -263,8 +276,9 @@ class FederatedCLI(LightningCLI):
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
         except ValueError as error:
-            if self.loop.round > 0 or isinstance(error, BadReply):  # no wrong argument, then: it wants its traceback
-                raise
+            trained = self.loop.round > 0 or isinstance(error, BadReply)
+            if trained or (self.run_folder is not None and (self.run_folder / FOLDER).exists()):
+                raise  # no wrong argument, then: it wants its traceback
             if self.run_folder is not None and checkpoint is None:
                 shutil.rmtree(self.run_folder)  # nothing was trained: no run
             raise SystemExit(fail(str(error))) from error

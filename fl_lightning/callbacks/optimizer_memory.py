@@ -26,6 +26,14 @@ class OptimizerMemory(Callback):
         other.memory = dict(self.memory)
         return other
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a later fit goes on with, for the journal of a run."""
+        return dict(self.memory)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.memory.clear()
+        self.memory.update(state_dict)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.memory:
             optimizer = trainer.optimizers[0]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from fl_lightning.federation.state import CheckpointError
 from fl_lightning.message import Group, Tensors
 from fl_lightning.methods.base import Reply
 
@@ -98,6 +99,8 @@ class Guard:
                     reply = ways[min(attempt, len(ways)) - 1]()
                 check_reply(reply, self.uplink, client, self.round, self.max_bytes)
                 return reply
+            except CheckpointError:  # the disk is full, which is no client's fault
+                raise
             except Exception as error:
                 text = "".join(traceback.format_exception(error))
                 line = f"{type(error).__name__}: {error}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +30,8 @@ from fl_lightning.federation.engines.vectorized import VectorizedEngine
 from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.flops import FlopCount
 from fl_lightning.federation.generation import MemorisationMeter
-from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Guard, OnClientError, TooFewReplies
+from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Failure, Guard, OnClientError, TooFewReplies
+from fl_lightning.federation.journal import FOLDER, Journal
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.record_privacy import RecordPrivacy
 from fl_lightning.federation.sampling import AllClients, CohortSampler
@@ -65,6 +68,10 @@ class FederationLoop:
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
         keep_last: Round checkpoints to keep, at least 1.
+        journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the training or the drawing
+            that it was in the middle of: replies and the server's results are written to ``journal/`` in the run's folder as
+            they come, where a round takes longer than that, and deleted with the round's checkpoint. Null for no journal. On
+            one device only.
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
@@ -108,6 +115,7 @@ class FederationLoop:
         validate: bool = True,
         checkpoint_every: int = 1,
         keep_last: int = 2,
+        journal_seconds: float | None = 30.0,
         monitor: str | None = None,
         num_threads: int | None = 1,
         eval_batch_size: int = 512,
@@ -144,6 +152,9 @@ class FederationLoop:
         if compile and engine != "serial":
             raise ValueError(f"federation.compile is true, and the engine is {engine!r}; it must be 'serial'")
         self.compile = compile
+        if journal_seconds is not None and not journal_seconds >= 0:
+            raise ValueError(f"federation.journal_seconds is {journal_seconds}; it must be at least 0, or null")
+        self.journal_seconds = journal_seconds
         self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
         self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
@@ -162,7 +173,7 @@ class FederationLoop:
             raise ValueError(f"federation.{what}, and federation.record_privacy is given; they do not go together")
         if on_client_error not in ("raise", "skip", "retry"):
             raise ValueError(f"federation.on_client_error is {on_client_error!r}; allowed: 'raise', 'skip', 'retry'")
-        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, lambda f: self._call("on_failure", f))
+        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, self._failed)
         if client_timeout is not None and not (client_timeout > 0 and engine == "serial"):
             raise ValueError(
                 f"federation.client_timeout is {client_timeout} and the engine {engine!r}; it must be above 0 and 'serial'"
@@ -284,6 +295,7 @@ class FederationLoop:
         self.folder = CheckpointFolder(run_folder / "checkpoints", self.keep_last) if run_folder else None
         self._committed: tuple[int, dict[str, Any]] | None = None
         self._on_disk = -1
+        self.journal = self._new_journal(run_folder)
         if self.save_uploads and run_folder is not None:
             self.callbacks.append(SaveUploads(run_folder / "uploads"))
         if self.aggregator is not None:
@@ -307,6 +319,8 @@ class FederationLoop:
         except (KeyboardInterrupt, SystemExit):
             # Lightning turns an interrupt inside a fit into SystemExit.
             saved = self._save()
+            if self.participant.journal is not None:
+                self.participant.journal.write()
             self._call("on_interrupt", str(saved) if saved else None)
             raise
         finally:
@@ -372,6 +386,9 @@ class FederationLoop:
     def _run_round(self, round: int) -> None:
         method, started = self.method, _clocks()
         flops = self.participant.flops = self.flops
+        self.participant.journal = self.journal
+        if self.journal is not None:
+            self.journal.begin(round, self._path(self.round))
         before = flops.total if flops else 0.0
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
@@ -409,7 +426,7 @@ class FederationLoop:
         with _timed(timings, "server"):
             self._call("on_stage", "server", len(cohort), len(cohort))
             numbers = dict(method.server_update(round, total, ServerSide(self.participant, round)))
-        self.participant.flops = None
+        self.participant.flops = self.participant.journal = None
         self.round = round
         if total.pictures:
             self._call("on_pictures", total.pictures)
@@ -469,6 +486,12 @@ class FederationLoop:
         """Whether a callback wants to see replies."""
         return any(type(callback).on_reply is not FederationCallback.on_reply for callback in self.callbacks)
 
+    def _failed(self, failure: Failure) -> None:
+        """A client has failed. What it did before counts where the run ends with an exception of its and goes on later."""
+        if self.participant.journal is not None and (failure.refused or self.guard.policy != "raise"):
+            self.participant.journal.forget(failure.client)
+        self._call("on_failure", failure)
+
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
@@ -516,7 +539,32 @@ class FederationLoop:
         if round != self._on_disk:
             self.folder.save(round, state, self.facts)
             self._on_disk = round
+            if (journal := self.folder.folder.with_name(FOLDER)).exists():
+                shutil.rmtree(journal)  # of this round, or an earlier one
+        return self._path(round)
+
+    def _path(self, round: int) -> Path:
+        """Where the checkpoint after a round lies, once it is written."""
+        assert self.folder is not None
         return self.folder.folder / f"round_{round:05d}"
+
+    def _new_journal(self, run_folder: Path | None) -> Journal | None:
+        """The journal of a run that has a folder and one device."""
+        if run_folder is None or self.journal_seconds is None:
+            return None
+        if (devices := self.participant.trainer.world_size) > 1:
+            if self.is_main:
+                print(
+                    f"no journal of unfinished rounds: it works on one device, and there are {devices}", file=sys.stderr
+                )
+            return None
+
+        def base() -> Path:
+            saved = self._save()
+            assert saved is not None
+            return saved
+
+        return Journal(run_folder / FOLDER, self.journal_seconds, base, str(self.facts.get("config_hash")))
 
     def summary(self) -> dict[str, Any]:
         """The run in one JSON object: final metrics, bytes, seconds, versions."""

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from fl_lightning.data.augmentation import augment, draw
 from fl_lightning.data.examples import Examples
 from fl_lightning.federation import lean
 from fl_lightning.federation.flops import FlopCount
+from fl_lightning.federation.journal import SERVER_TURN, Journal, client_turn, count_costs, result_of
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import derive_seed, owned_global_rng, torch_generator
@@ -145,6 +147,7 @@ class Participant:
         self.num_gradients = 0  # backward passes of all fits so far
         self.flops: FlopCount | None = None  # counts where one is set
         self._limit: tuple[float, float] | None = None  # seconds of the turn at hand, and when it is over
+        self.journal: Journal | None = None  # keeps what turns come to where one is set
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
 
@@ -158,10 +161,11 @@ class Participant:
         Returns:
             What the generator returns.
         """
+        ask = self.turn(client_turn(" ".join(map(str, owner[1:]))), *owner)
         try:
             request = next(steps)
             while True:
-                request = steps.send(self.execute(request, *owner))
+                request = steps.send(ask(request))
         except StopIteration as end:
             return end.value
 
@@ -180,6 +184,39 @@ class Participant:
             raise TimeoutError(
                 f"the client has not finished within federation.client_timeout, {self._limit[0]} seconds"
             )
+
+    def turn(self, name: str, *owner: object) -> Callable[[Fit | Predict], Result]:
+        """What carries out the requests of a client's or the server's turn one after the other, or takes their results out
+        of the journal."""
+        numbers = count()
+
+        def ask(request: Fit | Predict) -> Result:
+            number = next(numbers)
+            if self.journal is None:
+                return self.execute(request, *owner)
+            if (kept := self.journal.result(name, number, request)) is not None:
+                try:
+                    return self._recall(request, kept)
+                except (KeyError, ValueError):  # a task that does not take what it gave
+                    self.journal.discard(name, number)
+            before = self.flops.total if self.flops else 0.0
+            result = self.execute(request, *owner)
+            self.journal.keep(name, number, request, result, self.flops.total - before if self.flops else 0.0)
+            return result
+
+        return ask
+
+    def _recall(self, request: Fit | Predict, kept: Mapping[str, Any]) -> Result:
+        """A result out of the journal; task and callbacks are left as the request has left them."""
+        task, result = self._task(request.task), result_of(kept)
+        if request.start is not None:
+            task.load(request.start)
+        if isinstance(request, Fit):
+            task.load({**result.params, **result.buffers})
+            for callback, state in zip(request.callbacks, kept["callbacks"], strict=True):
+                callback.load_state_dict(state)
+        count_costs(self, kept)
+        return result
 
     def execute(self, request: Fit | Predict, *owner: object) -> Result:
         """Carry out one request."""
@@ -375,10 +412,11 @@ class ServerSide:
     """What `Method.server_update` works with: the participant, and whose randomness it is."""
 
     def __init__(self, participant: Participant, round: int) -> None:
-        self.participant, self.seed, self.round = participant, participant.seed, round
+        self.seed, self.round = participant.seed, round
+        self._ask = participant.turn(SERVER_TURN, round, "server")
 
     def fit(self, request: Fit) -> Result:
-        return self.participant.execute(request, self.round, "server")
+        return self._ask(request)
 
     def predict(self, request: Predict) -> Result:
-        return self.participant.execute(request, self.round, "server")
+        return self._ask(request)

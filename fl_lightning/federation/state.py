@@ -180,6 +180,8 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         TypeError: A value is neither a tensor nor of a JSON type.
     """
     if isinstance(value, Tensor):
+        while path in tensors:  # "a/b" within "c", and "b" within "c/a"
+            path += "'"
         tensors[path] = value.detach().cpu().contiguous()
         return {"$tensor": path}
     if isinstance(value, Mapping):
@@ -205,6 +207,13 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tuple(unflatten(item, tensors) for item in value["$tuple"])
         return {key: unflatten(item, tensors) for key, item in value["$map"]}
     return value
+
+
+def serialise(value: Any) -> tuple[Any, bytes]:
+    """What `flatten` makes of a value: JSON, and its tensors as safetensors."""
+    tensors: dict[str, Tensor] = {}
+    tree = flatten(value, tensors)
+    return tree, save_safetensors(_apart(tensors))
 
 
 def digest(value: Any) -> str:
@@ -244,10 +253,9 @@ class CheckpointFolder:
         aside = self.folder / f".replaced_{round:05d}"
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(aside, ignore_errors=True)
-        tensors: dict[str, Tensor] = {}
-        tree = flatten(state, tensors)
+        tree, tensors = serialise(state)
         files = {
-            TENSORS: save_safetensors(_apart(tensors)),
+            TENSORS: tensors,
             STATE: json.dumps(tree).encode(),
             INFO: json.dumps({**info, "round": round}, indent=2).encode(),
         }

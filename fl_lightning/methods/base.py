@@ -38,7 +38,8 @@ class Fit:
         start: Trainable parameters (and buffers) to start from, by name; None continues from what the task holds.
         given: Groups of tensors that the task, its rules or callbacks need.
         rules: Gradient transformations, innermost first.
-        callbacks: Lightning callbacks of this fit; new ones for every fit, since they may hold state.
+        callbacks: Lightning callbacks of this fit; new ones for every fit, since they may hold state. What one carries to a
+            later fit, its ``state_dict`` must hold (tensors and JSON values): a resumed round restores it from there.
         overrides: ``max_epochs``, ``max_steps``, ``batch_size`` in place of the configured ones; ``lr`` in place of the
             optimizer's; ``lr_scale`` multiplies it.
         key: Who owns the randomness of this fit within the round; two fits of one client and round need different keys.
@@ -80,7 +81,7 @@ class Predict:
 
 @dataclass(frozen=True)
 class Result:
-    """What a `Fit` or `Predict` came to. All tensors are CPU copies.
+    """What a `Fit` or `Predict` came to. All tensors are CPU copies, not to be changed in place.
 
     Attributes:
         params: Trainable parameters after a fit.

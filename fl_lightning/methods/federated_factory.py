@@ -394,12 +394,13 @@ class FederatedFactory(Method):
         owners = [client for client in self.factories if client != key]
         factories = {c: {k: v for k, v in self.factories[c].items() if k != label} for c in owners}
         held = {c: {k: v for k, v in self.held[c].items() if k != label} for c in owners}
-        if not any(factories.values()):
+        if self.factories and not any(factories.values()):
             raise ValueError(f"without {key!r} no factory would be left to train on")
+        back = COLLECT if self.factories else COLLECT - 1  # of a run that has collected none yet
         self.without, self.factories, self.held = [*self.without, key], factories, held
         self.newcomer = None if self.newcomer == key else self.newcomer
         self._drop_what_depends()
-        return COLLECT
+        return back
 
     def enrol(self, key: str) -> int:
         """Collect the factories that a key lacks; see `Method.enrol`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -106,6 +107,12 @@ class BatchSearch(AdversarialGenerator):
         self.lowest: Tensor
         self.register_buffer("best", torch.zeros(0))
         self.register_buffer("lowest", torch.zeros(()))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """As ever, and for a batch of whatever size ``best`` is."""
+        if "best" in tensors:
+            self.best = torch.empty_like(tensors["best"], device=self.device)
+        super().load(tensors)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -283,6 +283,27 @@ def test_loggers_and_callbacks_of_the_configuration(folder: Path) -> None:
     assert json.loads((folder / "lightning_logs/fedavg/version_0/summary.json").read_text())["rounds"] == 1
 
 
+def test_an_error_in_a_first_round_that_was_journalled_deletes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fl_lightning.methods import FedAvg
+
+    def broken(self: Any, round: int, total: Any, server: Any) -> Any:
+        raise ValueError("a generator diverged")
+
+    monkeypatch.setattr(FedAvg, "server_update", broken)
+    with pytest.raises(ValueError, match="diverged"):
+        fit("--federation.journal_seconds", "0")
+    run = folder / "lightning_logs/fedavg/version_0"
+    assert (run / "journal" / "round_00001.log").is_file()
+    assert (run / "checkpoints" / "round_00000").is_dir()
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    cli: Any = fit("--ckpt_path", "last")  # how often it is written does not make it another run
+    assert cli.run_folder.resolve() == run.resolve()
+    assert not (run / "journal").exists()
+
+
 def test_only_errors_before_the_first_round_are_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_lightning.methods import FedAvg
 

@@ -14,6 +14,7 @@ import yaml
 from fl_lightning.__main__ import main
 from fl_lightning.cli import config_hash
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint
 from fl_lightning.report.compare import index_runs
 
@@ -47,6 +48,8 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     (folder / "pictures" / "client_1" / "factory_3_samples_0000100.png").write_bytes(b"of its training")
     (folder / "uploads").mkdir()
     (folder / "uploads" / "1.safetensors").write_bytes(b"a factory")
+    (folder / "journal").mkdir()
+    (folder / "journal" / "round_00001.log").write_bytes(b"a factory, of a round that was killed")
     assert "1" in before["method"]["factories"]
     main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--verify"])
     said = capsys.readouterr().out
@@ -58,6 +61,7 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     assert not (folder / "samples.png").exists()
     assert not (folder / "pictures").exists()
     assert not (folder / "uploads").exists()
+    assert not (folder / "journal").exists()
     for checkpoint in sorted((folder / "checkpoints").iterdir()):
         state, _ = read_checkpoint(checkpoint)
         assert set(state["method"]["factories"]) == {"0", "2", "3"}
@@ -80,6 +84,35 @@ def test_a_client_is_forgotten_exactly_and_nothing_older_stays(folder: Path, cap
     finished, unfinished = index_runs(folder.parent)
     assert not finished
     assert not unfinished
+
+
+def test_a_run_that_was_killed_while_it_collected_forgets_what_its_journal_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException): ...
+
+    monkeypatch.chdir(tmp_path)
+    given, clients = Participant.execute, set[object]()
+
+    def execute(worker: Participant, request: Any, *owner: object) -> Any:
+        clients.update(owner[1:2] if owner[0] == 1 else ())
+        if owner[:2] == (1, "3") and "kill" in clients:
+            raise Killed
+        return given(worker, request, *owner)
+
+    monkeypatch.setattr(Participant, "execute", execute)
+    clients.add("kill")
+    fit = ["fit", "--config", str(CONFIG), *SMALL, "--federation.journal_seconds", "0"]
+    with pytest.raises(Killed):
+        main(fit)
+    folder = tmp_path / "lightning_logs" / "federated_factory" / "version_0"
+    assert b"client 1" in (folder / "journal" / "round_00001.log").read_bytes()
+    clients.clear()
+    main(["unlearn", "--ckpt_path", str(folder), "--client", "1", "--verify"])
+    assert json.loads((folder / "unlearned_1.json").read_text())["exact"] is True
+    assert not (folder / "journal").exists()
+    state, _ = read_checkpoint(folder / "checkpoints" / "round_00002")
+    assert set(state["method"]["factories"]) == {"0", "2", "3"}
 
 
 def test_whoever_was_forgotten_can_join_again(folder: Path, capsys: pytest.CaptureFixture) -> None:

@@ -61,7 +61,10 @@ class SerialEngine(Engine):
         self.guard.begin(message.round, uplink)
         intake, before = Intake(cohort, uplink, weight, accepted), self.participant.num_gradients
         with global_rng_saved():
-            for reply, received in self.replies(program, message, cohort, addressed, progress):
+            replies = self.replies(program, message, cohort, addressed, progress)
+            if self.participant.journal is not None:
+                replies = self.participant.journal.keeping(replies, self.participant, self.guard)
+            for reply, received in replies:
                 intake.take(reply, received)
         return intake.finish(self.guard, self.memory, self.participant.num_gradients - before)
 
@@ -80,8 +83,15 @@ class SerialEngine(Engine):
             yield self.guard.ask(key, partial(self.reply, program, received, key)), received
 
     def reply(self, program: ClientProgram, received: Message, key: str) -> Reply:
-        """One client's reply."""
+        """One client's reply: out of the journal, or as its program makes it."""
+        if (recalled := self.recalled([key])) is not None:
+            return recalled[0]
         return self.participant.run(program.update(self.client(key, received.round), received), received.round, key)
+
+    def recalled(self, keys: Sequence[str]) -> list[Reply] | None:
+        """The replies of clients that have replied before the run was killed, if all of these have."""
+        journal = self.participant.journal
+        return None if journal is None else journal.recall(keys, self.participant, self.guard)
 
     def evaluate(
         self, program: ClientProgram, message: Message, clients: Sequence[str]

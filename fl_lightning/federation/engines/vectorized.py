@@ -123,9 +123,11 @@ class VectorizedEngine(SerialEngine):
             for key in keys:
                 progress(key)
                 received.append(addressed_part(message, addressed(key)))
-            replies: Sequence[Reply | None] = [None] * len(keys)
+            # A chunk is taken out of the journal as a whole: another stack could round differently.
+            replies: Sequence[Reply | None] = self.recalled(keys) or [None] * len(keys)
             try:
-                replies = self._together(program, keys, received)
+                if replies[0] is None:
+                    replies = self._together(program, keys, received)
             except Exception as error:
                 if self.guard.policy == "raise":
                     raise
