@@ -464,7 +464,7 @@ class FederationLoop:
         row |= {f"time/{name}": value for name, value in timings.items()}
         for name, value in timings.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
-        self.history.append(row)
+        self.history.append({sys.intern(name): value for name, value in row.items()})  # names are made anew each round
         self._commit()
         if self.round % self.checkpoint_every == 0 and self.round > 0:
             self._save()
