@@ -21,7 +21,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fl_lightning.message import Group
 
-BLOCK_SIZE = 8  # clients per block; part of the arithmetic, so not an option
+BLOCK_SIZE, MAX_BLOCKS = 8, 32  # least clients of a block, most blocks; part of the arithmetic, so not options
+
+
+def block_size(cohort: int) -> int:
+    """Clients per block of a cohort of so many: the sums of a round are few, however large it is."""
+    return max(BLOCK_SIZE, math.ceil(cohort / MAX_BLOCKS))
 
 
 class Reducer(ABC):

@@ -70,6 +70,7 @@ _NOT_MEANING = {
     "federation": (
         *("name", "client_loop", "progress", "checkpoint_every", "keep_last", "journal_seconds", "monitor"),
         "save_uploads",
+        *("num_workers", "gpus_per_worker", "address", "memory_budget"),
         *("on_client_error", "min_clients", "max_reply_bytes"),  # a run that a client ended may go on without it
     ),
     "trainer": ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"),

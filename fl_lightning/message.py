@@ -85,6 +85,12 @@ class Message:
         """The message with some of its groups; an unknown name raises KeyError."""
         return _share(self, {group: self.tensors[group] for group in groups})
 
+    def without_tensors(self) -> Message:
+        """The message with no groups, which still counts the bytes of all."""
+        rest = _share(self, {})
+        rest.__dict__["nbytes"] = self.nbytes
+        return rest
+
     def to_bytes(self) -> bytes:
         """The message as it crosses a network: one safetensors blob and its checksum."""
         # The sender is a tensor too: with two entries of metadata, safetensors would write them in any order.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation import BLOCK_SIZE, Concatenate, Keep, Mean, Reducer, Sum
+from fl_lightning.aggregation import BLOCK_SIZE, Concatenate, Keep, Mean, Reducer, Sum, block_size
 from fl_lightning.federation.engines.base import BlockReducer
 from fl_lightning.message import Group, Message
 
@@ -151,3 +151,14 @@ def test_keep_keeps_every_client_apart() -> None:
     kept = in_blocks(Keep(), replies, 2)
     assert list(kept) == [str(k) for k in range(BLOCK_SIZE + 2)]  # type: ignore[call-overload]
     assert all(float(held["w"]) == float(key) for key, held in kept.items())  # type: ignore[attr-defined]
+
+
+def test_blocks_are_few_in_a_large_cohort() -> None:
+    assert [block_size(n) for n in (0, 1, 256, 257, 10_000)] == [8, 8, 8, 9, 313]
+    reducer = BlockReducer({"model": Group("update")}, lambda message: 1.0, 9)
+    merged = []
+    reducer.merge = lambda block: merged.append(block["model"][1])  # type: ignore[method-assign]
+    for number in range(20):
+        reducer.add(None if number == 4 else Message(1, str(number), {"model": {"w": torch.ones(1)}}))
+    reducer.close_block()
+    assert merged == [8, 9, 2]

@@ -292,8 +292,7 @@ def replies_of(attack: Attack | None, rounds: int = 1, **options: Any) -> list[d
 
     def keeping(program: Any, message: Any, cohort: Any, *rest: Any) -> Any:
         seen.append({"": message})
-        *others, accepted = rest
-        return given(program, message, cohort, *others, lambda r: (seen[-1].update({r.message.sender: r}), accepted(r)))
+        return given(program, message, cohort, *rest[:-1], lambda r: seen[-1].update({r.message.sender: r}))
 
     loop.engine.run = keeping  # type: ignore[method-assign]
     loop.fit()

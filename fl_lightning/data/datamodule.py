@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import lightning
 import numpy as np
@@ -12,7 +14,7 @@ from fl_lightning.data import (
     sources,  # noqa: F401  so that the command line knows the sources by their short names
 )
 from fl_lightning.data.augmentation import Augmentation
-from fl_lightning.data.examples import Concatenated, DataInfo, Examples
+from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.data.partition import (
     IID,
     Partition,
@@ -97,10 +99,13 @@ class FederatedDataModule(lightning.LightningDataModule):
         self.augmentation = tuple(augmentation or ())
         self.seed = seed
         self._ready_for: int | None = None
-        self._train: dict[str, Examples]
-        self._val: dict[str, Examples]
-        self._test: dict[str, Examples]
+        self._divided: dict[str, tuple[Examples, Partition]]
         self._unseen: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: the arguments alone. It sets itself up again there, from the seed."""
+        made = ("_splits", "_divided", "_unseen", "_info")
+        return {name: value for name, value in vars(self).items() if name not in made} | {"_ready_for": None}
 
     def use_seed(self, seed: int) -> None:
         """Use the run's seed, unless one was given to the constructor."""
@@ -121,11 +126,12 @@ class FederatedDataModule(lightning.LightningDataModule):
         check_splits(splits, type(self.source).__name__, trained=self.num_clients > 0)
         base = self._base(len(splits.class_names))
         self._splits = splits
-        self._partition, self._unseen = Partition({}), ()
-        self._train, self._val, self._test = {}, {}, {}
+        self._divided, self._unseen = dict.fromkeys(("train", "val", "test"), (splits.test, Partition({}))), ()
         if self.num_clients:
             self._divide(splits, base, seed)
-        clients = tuple(key for key, part in self._train.items() if len(part) and key not in self._unseen)
+        division = self._divided["train"][1]
+        own = zip(division.clients, division.sizes.tolist(), strict=True)
+        clients = tuple(key for key, size in own if size and key not in self._unseen)
         if self.num_clients and not clients:
             raise ValueError(f"no client is left to train: {self.num_clients} clients, unseen {list(self._unseen)}")
         novel = tuple(range(len(base), len(splits.class_names)))
@@ -144,7 +150,7 @@ class FederatedDataModule(lightning.LightningDataModule):
         """Give every client its training, validation and test examples."""
         pool, val, val_pool = self._pools(splits, base, seed)
         labels, domains = splits.train.labels.numpy(), splits.train.domains.numpy()
-        self._partition = partition(
+        division = partition(
             self.partitioner,
             labels[pool],
             domains[pool],
@@ -153,12 +159,13 @@ class FederatedDataModule(lightning.LightningDataModule):
             self.min_client_size,
             self.allow_empty,
         ).through(pool)
-        self._train = _views(splits.train, self._partition)
-        for examples in self._train.values():
-            examples.augmentation = self.augmentation
-        self._val = _views(val, self._mirrored(val, val_pool, seed, "val"))
-        self._test = _views(splits.test, self._mirrored(splits.test, np.arange(len(splits.test)), seed, "test"))
-        self._unseen = self._draw_unseen(seed)
+        everything = np.arange(len(splits.test))
+        self._divided = {
+            "train": (splits.train, division),
+            "val": (val, self._mirrored(division, val, val_pool, seed, "val")),
+            "test": (splits.test, self._mirrored(division, splits.test, everything, seed, "test")),
+        }
+        self._unseen = self._draw_unseen(division.clients, seed)
 
     # What a run asks for. Each sets the data up if that has not been done.
 
@@ -186,27 +193,27 @@ class FederatedDataModule(lightning.LightningDataModule):
     def partition(self) -> Partition:
         """Which example of the source's training split every client trains on (the unseen ones would)."""
         self.setup()
-        return self._partition
+        return self._divided["train"][1]
 
     def train(self, client: str) -> Examples:
         """Training examples of a client. An unseen client has some too, for evaluations that adapt first."""
-        self.setup()
-        return self._train[self._known(client)]
+        examples = self._share("train", client)
+        examples.augmentation = self.augmentation
+        return examples
 
     def val(self, client: str) -> Examples:
         """Validation examples of a client; there may be none."""
-        self.setup()
-        return self._val[self._known(client)]
+        return self._share("val", client)
 
     def test(self, client: str) -> Examples:
         """A client's share of the test set, with its training proportions; there may be none."""
-        self.setup()
-        return self._test[self._known(client)]
+        return self._share("test", client)
 
     def server_val(self) -> Examples:
         """Validation examples of all training clients, one after the other."""
-        parts = [self.val(client) for client in self.info.clients]
-        return Concatenated(parts) if parts else self._splits.test.select([])
+        clients = self.info.clients
+        examples, division = self._divided["val"]
+        return examples.select(np.concatenate([division.flat[:0], *(division.indices[key] for key in clients)]))
 
     def test_sets(self) -> dict[str, Examples]:
         """Test sets by name.
@@ -259,19 +266,18 @@ class FederatedDataModule(lightning.LightningDataModule):
             val_pool = _shots(val_pool, val.labels.numpy(), self.shots, numpy_generator(seed, "data", "val_shots"))
         return pool, val, val_pool
 
-    def _mirrored(self, other: Examples, pool: np.ndarray, seed: int, split: str) -> Partition:
+    def _mirrored(self, division: Partition, other: Examples, pool: np.ndarray, seed: int, split: str) -> Partition:
         train = self._splits.train
         return mirror(
             train.labels.numpy(),
             train.domains.numpy(),
-            self._partition,
+            division,
             other.labels.numpy()[pool],
             other.domains.numpy()[pool],
             numpy_generator(seed, "data", "mirror", split),
         ).through(pool)
 
-    def _draw_unseen(self, seed: int) -> tuple[str, ...]:
-        keys = self._partition.clients
+    def _draw_unseen(self, keys: Sequence[str], seed: int) -> tuple[str, ...]:
         if isinstance(self.unseen_clients, int):
             count = self.unseen_clients
             _check("unseen_clients", count, 0 <= count < len(keys), f"in [0, {len(keys) - 1}]")
@@ -281,11 +287,13 @@ class FederatedDataModule(lightning.LightningDataModule):
         _check("unseen_clients", self.unseen_clients, wanted <= set(keys), f"keys from '0' to '{len(keys) - 1}'")
         return tuple(key for key in keys if key in wanted)
 
-    def _known(self, client: str) -> str:
-        if client not in self._train:
+    def _share(self, split: str, client: str) -> Examples:
+        self.setup()
+        examples, division = self._divided[split]
+        if client not in division.indices:
             keys = f"keys go from '0' to '{self.num_clients - 1}'" if self.num_clients else "num_clients is 0"
             raise ValueError(f"unknown client {client!r}; {keys}")
-        return client
+        return examples.select(division.indices[client])
 
     @staticmethod
     def _of_base(info: DataInfo, examples: Examples) -> Examples:
@@ -294,10 +302,6 @@ class FederatedDataModule(lightning.LightningDataModule):
     def _by_domain(self, whole: Examples) -> dict[str, Examples]:
         names = self.info.domain_names
         return {f"domain/{name}": whole.of_domain(n) for n, name in enumerate(names)} if len(names) > 1 else {}
-
-
-def _views(examples: Examples, division: Partition) -> dict[str, Examples]:
-    return {key: examples.select(part) for key, part in division.indices.items()}
 
 
 def _shots(pool: np.ndarray, labels: np.ndarray, shots: int, rng: np.random.Generator) -> np.ndarray:

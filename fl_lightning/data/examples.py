@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -73,7 +74,8 @@ class TensorExamples(Examples):
 
 
 class View(Examples):
-    """Some examples of a set, by index. A view of a view points at the set itself."""
+    """Some examples of a set, by index. A view of a view points at the set itself. Labels are looked up when asked for: the
+    views of ten thousand clients are made for each turn anew."""
 
     source: Examples
     indices: Tensor
@@ -84,8 +86,18 @@ class View(Examples):
             indices = source.indices[indices]
         self.source = source.source if isinstance(source, View) else source
         self.indices = indices
-        self.labels, self.domains = self.source.labels[indices], self.source.domains[indices]
         self._plain = type(self.source).extras is Examples.extras  # there are none to look for, at every batch
+
+    @cached_property
+    def labels(self) -> Tensor:  # type: ignore[override]
+        return self.source.labels[self.indices]
+
+    @cached_property
+    def domains(self) -> Tensor:  # type: ignore[override]
+        return self.source.domains[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
 
     def fetch(self, indices: Tensor) -> Tensor:
         return self.source.fetch(self.indices[indices])

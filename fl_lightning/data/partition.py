@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,12 +130,12 @@ class Dirichlet(Partitioner):
     def divide(
         self, labels: np.ndarray, domains: np.ndarray, num_clients: int, rng: np.random.Generator
     ) -> list[np.ndarray]:
-        parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+        owner = np.empty(len(labels), dtype=np.int64)
         for _, indices in strata(labels, np.zeros_like(labels)):
             proportions = np.exp(_log_dirichlet(self.alpha, num_clients, rng))
-            for part, piece in zip(parts, _deal(indices, proportions, rng), strict=True):
-                part.append(piece)
-        return [_join(part) for part in parts]
+            dealt, counts = _deal(indices, proportions, rng)
+            owner[dealt] = np.repeat(np.arange(num_clients), counts)
+        return list(_owned(owner, num_clients).values())
 
 
 @dataclass(frozen=True)
@@ -331,21 +331,21 @@ def _cumulative(logits: np.ndarray) -> np.ndarray:
     return np.exp(logits - np.where(np.isfinite(top), top, 0)).cumsum(axis=1)
 
 
-def _deal(indices: np.ndarray, weights: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shuffle indices and cut them in proportion to weights."""
-    cuts = np.cumsum(apportion(len(indices), weights, rng))[:-1]
-    return np.split(rng.permutation(indices), cuts)
+def _deal(indices: np.ndarray, weights: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Indices shuffled, and how many of them in turn everybody gets, in proportion to weights."""
+    counts = apportion(len(indices), weights, rng)
+    return rng.permutation(indices), counts
 
 
 def _share(
     groups: Sequence[np.ndarray], holders: Sequence[Sequence[int]], num_clients: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide every group of examples equally among its holders."""
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    """Divide every group of examples equally among its holders; together the groups are complete."""
+    owner = np.empty(sum(map(len, groups)), dtype=np.int64)
     for indices, clients in zip(groups, holders, strict=True):
-        for client, piece in zip(clients, _deal(indices, np.ones(len(clients)), rng), strict=True):
-            parts[client].append(piece)
-    return [_join(part) for part in parts]
+        dealt, counts = _deal(indices, np.ones(len(clients)), rng)
+        owner[dealt] = np.repeat(clients, counts)
+    return list(_owned(owner, num_clients).values())
 
 
 def _join(pieces: Sequence[np.ndarray]) -> np.ndarray:
@@ -356,6 +356,37 @@ def _join(pieces: Sequence[np.ndarray]) -> np.ndarray:
 # Partitions
 
 
+class Parts(Mapping[str, np.ndarray]):
+    """Index arrays by client key ("0", "1", ... in order), as views on one array: ten thousand small ones cost more than
+    what stands in them.
+
+    Args:
+        flat: All of them, one after the other, (N,) int64.
+        sizes: Number of indices of every client, (K,).
+    """
+
+    def __init__(self, flat: np.ndarray, sizes: np.ndarray) -> None:
+        self.flat, self.bounds = flat, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        number = int(key) if key.isdecimal() else len(self)
+        if number >= len(self) or str(number) != key:
+            raise KeyError(key)
+        return self.flat[self.bounds[number] : self.bounds[number + 1]]
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
+def _owned(owner: np.ndarray, num_clients: int) -> Parts:
+    """Everybody's indices, ascending, from the owner of every index; -1 for nobody."""
+    sizes = np.bincount(owner[owner >= 0], minlength=num_clients)
+    return Parts(np.argsort(owner, kind="stable")[len(owner) - sizes.sum() :], sizes)
+
+
 @dataclass(frozen=True)
 class Partition:
     """Which examples every client holds.
@@ -363,10 +394,20 @@ class Partition:
     Attributes:
         indices: Ascending index array by client key; keys are "0", "1", ... in order.
         moved: Examples that the repair of `partition` moved.
+
+    Raises:
+        ValueError: Keys are others.
     """
 
-    indices: dict[str, np.ndarray] = field(repr=False)
+    indices: Mapping[str, np.ndarray] = field(repr=False)
     moved: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.indices, Parts):
+            if list(self.indices) != [str(number) for number in range(len(self.indices))]:
+                raise ValueError(f"a partition's keys must be '0', '1', ... in order, got {list(self.indices)[:5]}")
+            arrays = list(self.indices.values())
+            object.__setattr__(self, "indices", Parts(_join(arrays), np.array(list(map(len, arrays)), dtype=np.int64)))
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -375,7 +416,17 @@ class Partition:
     @property
     def sizes(self) -> np.ndarray:
         """Number of examples of every client, (K,)."""
-        return np.array([len(part) for part in self.indices.values()], dtype=np.int64)
+        return np.diff(self._parts.bounds)
+
+    @property
+    def flat(self) -> np.ndarray:
+        """The index arrays one after the other."""
+        return self._parts.flat
+
+    @property
+    def _parts(self) -> Parts:
+        assert isinstance(self.indices, Parts)
+        return self.indices
 
     @property
     def hash(self) -> str:
@@ -385,7 +436,10 @@ class Partition:
 
     def through(self, mapping: np.ndarray) -> Partition:
         """The partition with index i replaced by ``mapping[i]``: from positions in a selection to the whole set."""
-        return Partition({key: np.sort(mapping[part]) for key, part in self.indices.items()}, self.moved)
+        through = Parts(mapping[self.flat], self.sizes)
+        for part in through.values():
+            part.sort()
+        return Partition(through, self.moved)
 
     def save(self, path: str | Path) -> None:
         """Write the partition and its hash as JSON."""
@@ -453,18 +507,20 @@ def partition(
             f"{len(labels)} examples cannot give {num_clients} clients {min_size} each (min_size; see also allow_empty)"
         )
     rng = numpy_generator(seed, "partition")
-    parts = [np.sort(part).tolist() for part in partitioner.divide(labels, domains, num_clients, rng)]
+    parts = [np.sort(part) for part in partitioner.divide(labels, domains, num_clients, rng)]
     donors, moved = partitioner.donors(domains, num_clients), 0
-    while small := [k for k, part in enumerate(parts) if len(part) < min_size and (part or not allow_empty)]:
+    while small := [k for k, part in enumerate(parts) if len(part) < min_size and (len(part) or not allow_empty)]:
         needy = min(small, key=lambda k: len(parts[k]))
         donor = max(donors[needy], key=lambda k: len(parts[k]))
         if len(parts[donor]) <= min_size:
             raise ValueError(
                 f"client {needy} cannot reach min_size={min_size}: no client that may give has more than that"
             )
-        parts[needy].append(parts[donor].pop(int(rng.integers(len(parts[donor])))))
+        drawn = int(rng.integers(len(parts[donor])))
+        parts[needy] = np.append(parts[needy], parts[donor][drawn])
+        parts[donor] = np.delete(parts[donor], drawn)
         moved += 1
-    return Partition({str(k): np.sort(np.array(part, dtype=np.int64)) for k, part in enumerate(parts)}, moved)
+    return Partition({str(k): np.sort(part) for k, part in enumerate(parts)}, moved)
 
 
 def mirror(
@@ -491,16 +547,17 @@ def mirror(
     Returns:
         A partition of indices in [0, M), with the keys of ``division``.
     """
-    held: dict[tuple[int, int], np.ndarray] = {}
-    for number, part in enumerate(division.indices.values()):
-        for stratum, indices in strata(train_labels[part], train_domains[part]):
-            held.setdefault(stratum, np.zeros(len(division.indices)))[number] = len(indices)
-    pieces: list[list[np.ndarray]] = [[] for _ in division.indices]
+    number, flat = np.repeat(np.arange(len(division.indices)), division.sizes), division.flat
+    held = {
+        stratum: np.bincount(number[indices], minlength=len(division.indices))
+        for stratum, indices in strata(train_labels[flat], train_domains[flat])
+    }
+    owner = np.full(len(other_labels), -1)
     for stratum, indices in strata(other_labels, other_domains):
         if stratum in held:
-            for owned, piece in zip(pieces, _deal(indices, held[stratum], rng), strict=True):
-                owned.append(piece)
-    return Partition({key: np.sort(_join(owned)) for key, owned in zip(division.indices, pieces, strict=True)})
+            dealt, counts = _deal(indices, held[stratum], rng)
+            owner[dealt] = np.repeat(np.arange(len(counts)), counts)
+    return Partition(_owned(owner, len(division.indices)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from fl_lightning.data.bank import Bank
 from fl_lightning.data.examples import Concatenated, Examples
 from fl_lightning.tasks.base import Picture
 
@@ -90,6 +91,25 @@ class ExportModel(FederationCallback):
         if loop.is_main:
             loop.model.load(request.start)
             loop.model.export(self.path, self.half)
+
+
+class ExportBank(FederationCallback):
+    """Write the images that the server has synthesised to a safetensors file when the last round is over; `BankDistillation`
+    learns from them.
+
+    Args:
+        path: The file; its folder exists.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_end(self, loop: FederationLoop) -> None:
+        bank = loop.method.synthetic()
+        if not isinstance(bank, Bank):
+            raise ValueError(f"{type(loop.method).__name__} has no synthetic images to export")
+        if loop.is_main:
+            bank.save(self.path)
 
 
 class EarlyStop(FederationCallback):

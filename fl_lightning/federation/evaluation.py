@@ -24,15 +24,21 @@ from fl_lightning.metrics.evaluation import (
 )
 
 
-def positions(part: Examples, whole: Examples) -> Tensor:
-    """Where the examples of ``part`` stand in ``whole``: a view of a set, and the set itself or another view of it."""
-    source, indices = (whole.source, whole.indices) if isinstance(whole, View) else (whole, torch.arange(len(whole)))
-    if not (isinstance(part, View) and part.source is source):
-        raise TypeError("a client's share of a set must be a view of the same source as the set")
-    place = torch.full((len(source),), -1)
-    place[indices] = torch.arange(len(whole))
-    found = place[part.indices]
-    return found[found >= 0]
+class Positions:
+    """Where the examples of a view stand in a set, or in another view of the same set."""
+
+    def __init__(self, whole: Examples) -> None:
+        order = torch.arange(len(whole))
+        self.source, indices = (whole.source, whole.indices) if isinstance(whole, View) else (whole, order)
+        self.place = torch.full((len(self.source),), -1)
+        self.place[indices] = order
+
+    def of(self, part: Examples) -> Tensor:
+        """Indices into the set; what is not in it is left out."""
+        if not (isinstance(part, View) and part.source is self.source):
+            raise TypeError("a client's share of a set must be a view of the same source as the set")
+        found = self.place[part.indices]
+        return found[found >= 0]
 
 
 def _limited(sets: dict[str, Examples], limit: int | None) -> dict[str, Examples]:
@@ -60,8 +66,7 @@ class Evaluator:
         self.everywhere = data.test_sets()["global"].labels
         self.tests, self.vals = (_limited(sets, limit) for sets in (data.test_sets(), data.val_sets()))
         self.clients = info.clients if data.info.clients else ()  # uploads may come from clients without data here
-        self.shares = {key: positions(data.test(key), self.tests["global"]) for key in (*self.clients, *data.unseen)}
-        self.held = {key: sorted(set(data.train(key).labels.tolist())) for key in self.clients}
+        self.positions = Positions(self.tests["global"])
 
     def logits(self, request: Predict, examples: Examples, round: int) -> Tensor:
         """Class scores (N, C) of a model on a set."""
@@ -100,21 +105,25 @@ class Evaluator:
     def _names(self, classes: tuple[int, ...]) -> list[str]:
         return [self.info.class_names[c] for c in classes]
 
+    def _share(self, client: str) -> Tensor:
+        """Where a client's test examples stand in the test set that is scored."""
+        return self.positions.of(self.data.test(client))
+
     def _shares(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         if not self.clients:
             return {}
-        row = client_scores(logits, labels, [self.shares[key] for key in self.clients])
+        row = client_scores(logits, labels, map(self._share, self.clients))
         row |= self._local(logits, labels)
         if self.data.unseen:
-            unseen = client_scores(logits, labels, [self.shares[key] for key in self.data.unseen])
+            unseen = client_scores(logits, labels, map(self._share, self.data.unseen))
             row |= {name.replace("client_", "unseen_"): value for name, value in unseen.items()}
         return row
 
     def _local(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """``local_mean/acc``: each client's test images, classified among the classes that it trains on alone."""
         accuracies = []
-        for key, held in self.held.items():
-            share = self.shares[key]
+        for key in self.clients:
+            share, held = self._share(key), self.data.train(key).labels.unique().tolist()
             own, expected = restrict(logits[share], labels[share], held)
             if len(expected):
                 accuracies.append(float((own.argmax(1) == expected).double().mean()))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from fl_lightning.federation.state import CheckpointError
 from fl_lightning.message import Group, Tensors
 from fl_lightning.methods.base import Reply
@@ -106,6 +108,18 @@ class Guard:
         self.lost[client] = failure
         return None
 
+    def take_over(self, failures: Sequence[Failure], lost: Mapping[str, Failure]) -> None:
+        """Count failures of the round that another guard has met as this one's own.
+
+        Args:
+            failures: In the order in which they happened.
+            lost: The last one of every client without which the round goes on.
+        """
+        for failure in failures:
+            self.failures.append(failure)
+            self.record(failure)
+        self.lost |= lost
+
     def check_quorum(self, replied: Sequence[str], cohort: Sequence[str]) -> None:
         """Enough clients of a cohort have replied.
 
@@ -172,9 +186,14 @@ def faults(tensors: Tensors, like: Tensors | None) -> list[str]:
             if name in like and not (value.dtype == like[name].dtype and fits(value.shape, like[name].shape)):
                 wanted = f"{tuple(like[name].shape)} {like[name].dtype}"
                 wrong.append(f"has {name} as {tuple(value.shape)} {value.dtype}, expected {wanted}")
-    if endless := [name for name, value in tensors.items() if not value.isfinite().all()]:
+    if endless := [name for name, value in tensors.items() if not finite(value)]:
         wrong.append(f"is not finite: {some(endless)}")
     return wrong
+
+
+def finite(value: Tensor) -> bool:
+    """Whether all numbers are finite. A sum shows it at a fraction of the cost, unless it overflows."""
+    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
 
 
 def fits(shape: Sequence[int], like: Sequence[int]) -> bool:

@@ -22,6 +22,7 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.engines.base import Engine
+from fl_lightning.federation.engines.ray import RayEngine
 from fl_lightning.federation.engines.serial import SerialEngine
 from fl_lightning.federation.engines.uploads import UploadsEngine
 from fl_lightning.federation.engines.vectorized import VectorizedEngine
@@ -46,10 +47,18 @@ class FederationLoop:
         name: Name of the run; its folder is ``lightning_logs/<name>/version_N``.
         sampler: Draws the cohort of each round; everybody by default.
         engine: Where client work runs. "serial": one client after the other, in this process. "vectorized": small clients
-            together, as one batched computation, equal to float tolerance.
+            together, as one batched computation, equal to float tolerance. "ray" (extra ``ray``): in processes of their own,
+            on this machine or a cluster, with the serial engine's bits.
         vectorized_clients: Most clients in one batched computation, at least 1.
         client_loop: "trainer": a client's fit is a fit of Lightning's Trainer; "lean": the same step without the Trainer's
             costs, bit for bit; "auto": lean where callbacks, precision and strategy allow it.
+        compile: Run networks through ``torch.compile``: once, not once a client. Numbers change in their last bits.
+        num_workers: Processes of the Ray engine, at least 1. ``time/cpu`` is this process's alone.
+        gpus_per_worker: GPUs of each of them, in [0, 1]; a fraction shares one.
+        address: Of the Ray cluster to use; None starts Ray on this machine.
+        memory_budget: MiB of clients' memories (SCAFFOLD's control variates, personal models) to keep in memory, at least 0;
+            those used least recently lie in a temporary folder (TMPDIR). Null keeps all in memory. Writing a checkpoint
+            gathers all of them.
         evaluate_every: Evaluate every so many rounds (and before the first and after the last), at least 1.
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
@@ -57,7 +66,7 @@ class FederationLoop:
         journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the training or the drawing
             that it was in the middle of: replies and the server's results are written to ``journal/`` in the run's folder as
             they come, where a round takes longer than that, and deleted with the round's checkpoint. Null for no journal. On
-            one device only.
+            one device only, and not with the engine "ray".
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
@@ -83,9 +92,14 @@ class FederationLoop:
         self,
         name: str = "federation",
         sampler: CohortSampler | None = None,
-        engine: Literal["serial", "vectorized"] = "serial",
+        engine: Literal["serial", "vectorized", "ray"] = "serial",
         vectorized_clients: int = 64,
         client_loop: ClientLoop = "auto",
+        compile: bool = False,
+        num_workers: int = 2,
+        gpus_per_worker: float = 0.0,
+        address: str | None = None,
+        memory_budget: float | None = None,
         evaluate_every: int = 1,
         validate: bool = True,
         checkpoint_every: int = 1,
@@ -117,15 +131,20 @@ class FederationLoop:
         }.items():
             if value < 1:
                 raise ValueError(f"federation.{label} is {value}; it must be at least 1")
-        if engine not in ("serial", "vectorized"):
-            raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial', 'vectorized'")
+        if engine not in ("serial", "vectorized", "ray"):
+            raise ValueError(f"federation.engine is {engine!r}; allowed: 'serial', 'vectorized', 'ray'")
         if count_flops and engine != "serial":
             raise ValueError(f"federation.count_flops is true, and the engine is {engine!r}; it must be 'serial'")
         if journal_seconds is not None and not journal_seconds >= 0:
             raise ValueError(f"federation.journal_seconds is {journal_seconds}; it must be at least 0, or null")
         self.journal_seconds = journal_seconds
+        if compile and engine != "serial":
+            raise ValueError(f"federation.compile is true, and the engine is {engine!r}; it must be 'serial'")
+        self.compile = compile
         self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
+        self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
+        self.memory_budget = memory_budget
         if client_loop not in ("auto", "trainer", "lean"):
             raise ValueError(f"federation.client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
         self.client_loop: ClientLoop = client_loop
@@ -165,10 +184,23 @@ class FederationLoop:
         elif not info.clients:
             raise ValueError("data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder")
         self.assemble_model(method, model, info, trainer, seed, data.batch_size)
-        self.memory = MemoryStore()
+        self.memory = MemoryStore(self.memory_budget)
         engine = SerialEngine(self.participant, data, self.memory, self.guard)
         if self.engine_name == "vectorized":
             engine = VectorizedEngine(self.participant, data, self.memory, self.vectorized_clients, self.guard)
+        if self.engine_name == "ray":
+            engine = RayEngine(
+                self.participant,
+                data,
+                self.memory,
+                self.program,
+                model,
+                trainer,
+                self.num_workers,
+                self.gpus_per_worker,
+                self.address,
+                self.guard,
+            )
         self.engine: Engine = UploadsEngine(engine, folder) if folder is not None else engine
         self.evaluator = Evaluator(data, self.info, self.participant, self.eval_batch_size if self.dry_run else None)
 
@@ -194,7 +226,9 @@ class FederationLoop:
         if self.attack is not None:
             self.program = self.attack.wrap(self.program, info, seed)
         tasks = {**method.tasks(model), **self.program.tasks(model)}
-        self.participant = Participant(tasks, trainer, batch_size, seed, self.eval_batch_size, self.client_loop)
+        self.participant = Participant(
+            tasks, trainer, batch_size, seed, self.eval_batch_size, self.client_loop, self.compile
+        )
         self.is_main = self.participant.trainer.global_rank == 0
 
     def launch(self) -> None:
@@ -258,6 +292,8 @@ class FederationLoop:
                 self.participant.journal.write()
             self._call("on_interrupt", str(saved) if saved else None)
             raise
+        finally:
+            self.engine.close()
         return self.history
 
     def _cohort(self, round: int) -> tuple[str, ...]:
@@ -319,7 +355,7 @@ class FederationLoop:
                 method.weight,
                 lambda client: method.addressed(round, client),
                 lambda client: self._call("on_stage", f"client {client}", next(done), len(cohort)),
-                accepted,
+                accepted if rule or self._watched else None,
             )
             if rule:
                 total.groups = rule.aggregate(total.groups, uplink, self.guard.refused, round)
@@ -387,6 +423,11 @@ class FederationLoop:
             self.participant.journal.forget(failure.client)
         self._call("on_failure", failure)
 
+    @property
+    def _watched(self) -> bool:
+        """Whether a callback wants to see replies."""
+        return any(type(callback).on_reply is not FederationCallback.on_reply for callback in self.callbacks)
+
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
@@ -444,14 +485,14 @@ class FederationLoop:
         return self.folder.folder / f"round_{round:05d}"
 
     def _new_journal(self, run_folder: Path | None) -> Journal | None:
-        """The journal of a run that has a folder and one device."""
+        """The journal of a run that has a folder, one device, and an engine that sees every reply."""
         if run_folder is None or self.journal_seconds is None:
             return None
-        if (devices := self.participant.trainer.world_size) > 1:
+        devices, ray = self.participant.trainer.world_size, self.engine_name == "ray"
+        if devices > 1 or ray:
+            why = "the engine is 'ray'" if ray else f"there are {devices} devices"
             if self.is_main:
-                print(
-                    f"no journal of unfinished rounds: it works on one device, and there are {devices}", file=sys.stderr
-                )
+                print(f"no journal of unfinished rounds (federation.journal_seconds): {why}", file=sys.stderr)
             return None
 
         def base() -> Path:

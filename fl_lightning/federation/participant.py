@@ -99,6 +99,7 @@ class Participant:
         eval_batch_size: Examples per forward pass of a `Predict`.
         client_loop: "trainer": every request is one of Lightning's Trainer; "lean": of the lean loop, see
             `fl_lightning.federation.lean`; "auto": lean where that is possible, and a line that says why where it is not.
+        compile: Run the tasks' networks through ``torch.compile``, once: tasks stay, and clients' weights are copied in.
     """
 
     def __init__(
@@ -109,11 +110,15 @@ class Participant:
         seed: int,
         eval_batch_size: int = 512,
         client_loop: ClientLoop = "auto",
+        compile: bool = False,
     ) -> None:
         if client_loop not in ("auto", "trainer", "lean"):
             raise ValueError(f"client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
         self.client_loop, self._told = client_loop, set[str]()
         self.tasks, self.batch_size, self.seed, self.eval_batch_size = dict(tasks), batch_size, seed, eval_batch_size
+        if compile:
+            for network in {id(part): part for task in self.tasks.values() for part in task.children()}.values():
+                network.compile()  # in place, so that parameters keep their names
         template = {**trainer, **SILENT}
         self.callbacks: list[Callback] = list(template.pop("callbacks", None) or [])
         self.trainer = Trainer(**template, callbacks=[])

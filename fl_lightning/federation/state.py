@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import count
 from pathlib import Path
+from tempfile import mkdtemp
 from types import MappingProxyType
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from fl_lightning.message import Groups
+from fl_lightning.message import Groups, Tensors
 
 MANIFEST = "manifest.json"
 TENSORS, STATE, INFO = "tensors.safetensors", "state.json", "info.json"
@@ -26,34 +32,145 @@ class CheckpointError(OSError):
     """A checkpoint could not be written."""
 
 
-class MemoryStore:
-    """Client memories, each replaced as a whole when a reply is accepted."""
+class _Folder:
+    """A temporary folder that goes with this object, or with the process. Names for files in it: numbers."""
 
     def __init__(self) -> None:
-        self._memories: dict[str, Groups] = {}
+        self.path, self.numbers = Path(mkdtemp(prefix="fl_lightning_memories_")), count()
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+class Spilled(Mapping[str, Tensors]):
+    """A client's memory in a file of its own, which goes with this object. Every look into it reads the file.
+
+    Args:
+        folder: Where it lies.
+        memory: What to write.
+    """
+
+    __slots__ = ("_folder", "_number")
+
+    def __init__(self, folder: _Folder, memory: Groups) -> None:
+        self._folder, self._number = folder, next(folder.numbers)
+        tensors: dict[str, Tensor] = {}
+        tree = json.dumps(flatten(memory, tensors))
+        self._path.write_bytes(save_safetensors(_apart(tensors), {"tree": tree}))
+
+    def __del__(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder.path / f"{self._number}.safetensors"
+
+    def load(self) -> Groups:
+        """What was written."""
+        with safe_open(self._path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            return unflatten(json.loads(file.metadata()["tree"]), tensors)
+
+    def __getitem__(self, group: str) -> Tensors:
+        return self.load()[group]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.load())
+
+    def __len__(self) -> int:
+        return len(self.load())
+
+
+class MemoryStore:
+    """Client memories, each replaced as a whole when a reply is accepted.
+
+    Args:
+        budget: MiB to keep in memory, at least 0; those used least recently lie in a temporary folder, which goes with the
+            store. None keeps all in memory.
+
+    Raises:
+        ValueError: ``budget`` is below 0.
+    """
+
+    def __init__(self, budget: float | None = None) -> None:
+        if budget is not None and not budget >= 0:
+            raise ValueError(f"federation.memory_budget is {budget}; it must be at least 0, or null")
+        self._limit = math.inf if budget is None else budget * 2**20
+        self._clear()
+
+    def _clear(self) -> None:
+        self._clients: dict[str, None] = {}  # in the order in which they came, whatever is spilled
+        self._here: dict[str, Groups] = {}  # least recently used first
+        self._files: dict[str, Spilled] = {}  # what is here may have one too
+        self._bytes = 0
 
     def get(self, client: str) -> Groups:
         """The client's memory, read-only; empty for one who never kept any."""
-        return self._memories.get(client, MappingProxyType({}))
+        if client not in self._clients:
+            return MappingProxyType({})
+        memory = self._here[client] if client in self._here else _frozen(self._files[client].load())
+        self._put(client, memory)
+        return memory
 
     def commit(self, client: str, memory: Groups) -> None:
         """Replace a client's memory. A part of something larger (a stack of clients) is copied, to let go of the rest."""
-        self._memories[client] = MappingProxyType(
-            {
-                group: MappingProxyType(
-                    {n: v.clone() if v.untyped_storage().nbytes() > v.nbytes else v for n, v in tensors.items()}
-                )
-                for group, tensors in memory.items()
-            }
-        )
+        self._clients.setdefault(client)
+        self._files.pop(client, None)
+        self._put(client, _frozen(memory))
+
+    def _put(self, client: str, memory: Groups) -> None:
+        """Keep a memory here as the one used last, and spill what is too much."""
+        if client in self._here:
+            self._bytes -= _size(self._here.pop(client))
+        self._here[client] = memory
+        self._bytes += _size(memory)
+        while self._bytes > self._limit:
+            oldest = next(iter(self._here))
+            spilled = self._here.pop(oldest)
+            self._bytes -= _size(spilled)
+            if oldest not in self._files:
+                self._files[oldest] = Spilled(self._folder, spilled)
+
+    @cached_property
+    def _folder(self) -> _Folder:
+        return _Folder()
 
     def state_dict(self) -> dict[str, Any]:
-        return {client: {group: dict(t) for group, t in memory.items()} for client, memory in self._memories.items()}
+        """All memories; those in files are read when they are looked at."""
+        return {
+            client: {group: dict(t) for group, t in self._here[client].items()}
+            if client in self._here
+            else self._files[client]
+            for client in self._clients
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memories = {}
+        self._clear()
         for client, memory in state.items():
             self.commit(client, memory)
+
+
+def _frozen(memory: Groups) -> Groups:
+    return MappingProxyType(
+        {
+            group: MappingProxyType(
+                {n: v.clone() if v.untyped_storage().nbytes() > v.nbytes else v for n, v in tensors.items()}
+            )
+            for group, tensors in memory.items()
+        }
+    )
+
+
+def _size(memory: Groups) -> int:
+    return sum(value.nbytes for tensors in memory.values() for value in tensors.values())
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, copied where two share memory: safetensors refuses these."""
+    apart, storages = {}, set[int]()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return apart
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
@@ -96,12 +213,7 @@ def serialise(value: Any) -> tuple[Any, bytes]:
     """What `flatten` makes of a value: JSON, and its tensors as safetensors."""
     tensors: dict[str, Tensor] = {}
     tree = flatten(value, tensors)
-    storages: set[int] = set()
-    for name, tensor in tensors.items():  # safetensors refuses tensors that share memory
-        storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
-    return tree, save_safetensors(tensors)
+    return tree, save_safetensors(_apart(tensors))
 
 
 def digest(value: Any) -> str:

@@ -1,6 +1,7 @@
 """The methods, by name."""
 
 from fl_lightning.methods.averaging import FedAvg
+from fl_lightning.methods.bank_distillation import BankDistillation
 from fl_lightning.methods.base import ClientProgram, Fit, Method, Predict, Reply, Result
 from fl_lightning.methods.co_boosting import CoBoosting
 from fl_lightning.methods.deep_inversion import DeepInversion
@@ -31,6 +32,7 @@ from fl_lightning.methods.scaffold import SCAFFOLD
 __all__ = [
     "DENSE",
     "SCAFFOLD",
+    "BankDistillation",
     "ClientProgram",
     "CoBoosting",
     "DeepInversion",

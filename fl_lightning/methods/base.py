@@ -319,7 +319,8 @@ class Method(ABC):
         """The groups that a reply must hold, and how they are reduced."""
 
     def weight(self, message: Message) -> float:
-        """Weight of a reply in a mean."""
+        """Weight of a reply in a mean, from its number of examples and its scalars. An engine may ask for it with the number
+        of examples alone, and asks again when the reply is there."""
         return float(message.num_examples)
 
     @abstractmethod

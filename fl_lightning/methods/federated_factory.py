@@ -364,10 +364,10 @@ class FederatedFactory(Method):
 
     def _synthesise(self, server: Server) -> Mapping[str, float]:
         """Section "central synthesis": a balanced set, then the classifier from its first weights on it alone."""
-        parts = [
+        parts = (
             (Provenance(client, label, tuple(range(count))), self.draw(server, label, client, count))
             for label, client, count in self.plan()
-        ]
+        )
         self.bank = Bank(parts, self.augmentation)
         result = server.fit(self.classifier.fit("model", self.bank, self.initial, ("classifier",)))
         self.model = {**result.params, **result.buffers}

@@ -134,7 +134,7 @@ class GeneratorDistillation(OneShotDistillation):
         places = {label: torch.nonzero(labels == label).flatten() for label in labels.unique().tolist()}
         origins = [Provenance(SERVER, label, tuple((before + at).tolist())) for label, at in places.items()]
         new = Bank(zip(origins, (images[at] for at in places.values()), strict=True))
-        self.parts += zip(origins, new.inputs.split([len(at) for at in places.values()]), strict=True)
+        self.parts += new.parts
         return new
 
     def pool(self) -> Bank:

@@ -118,14 +118,14 @@ class InversionDistillation(OneShotDistillation):
 
     def distil(self, server: Server) -> Mapping[str, float]:
         numbers: dict[str, float] = {}
-        parts: list[tuple[Provenance, Tensor]] = []
         made: list[Mapping[str, Tensor]] = []  # columns of the bank, by epoch
         taught: list[Mapping[str, Tensor]] = []  # what the ensemble says about its images
         memory = OptimizerMemory()
         for epoch in range(self.epochs):
             new, columns, numbers = self.synthesise(server, epoch)
-            parts, made = [*parts, *new], [*made, columns]
-            self.bank = Bank(parts, columns=_stacked(made))
+            made = [*made, columns]
+            before = self.bank.parts if self.bank is not None and epoch else ()
+            self.bank = Bank((*before, *new), columns=_stacked(made))
             taught.append(self.ask_teachers(server, Bank(new, columns=columns), epoch))
             images = Annotated(self.bank, _stacked(taught))
             numbers |= self.learn(server, images, epoch, memory) | self.agreement(images)

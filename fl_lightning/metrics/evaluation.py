@@ -7,7 +7,7 @@ model that diverged (logits not finite) shows as a NaN ``loss``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def per_class_recall(logits: Tensor, labels: Tensor, class_names: Sequence[str])
     return {f"recall/{class_names[label]}": recall[label].item() for label in present.tolist()}
 
 
-def client_scores(logits: Tensor, labels: Tensor, owner: Sequence[Tensor]) -> dict[str, float]:
+def client_scores(logits: Tensor, labels: Tensor, owner: Iterable[Tensor]) -> dict[str, float]:
     """Accuracy of one global model on each client's share of a test set.
 
     Args:
@@ -94,7 +94,7 @@ def client_scores(logits: Tensor, labels: Tensor, owner: Sequence[Tensor]) -> di
         ValueError: Shapes that do not fit, labels out of range, or no client with an example.
     """
     logits, labels = _checked(logits, labels, logits.shape[-1])
-    return _over_clients([(logits[share.cpu()], labels[share.cpu()]) for share in owner], "client")
+    return _over_clients(((logits[share.cpu()], labels[share.cpu()]) for share in owner), "client")
 
 
 def personal_scores(predictions: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -189,11 +189,11 @@ def _auroc(probabilities: Tensor, labels: Tensor, classes: Tensor) -> float:
     return float(np.mean(areas))
 
 
-def _over_clients(shares: Sequence[tuple[Tensor, Tensor]], prefix: str) -> dict[str, float]:
+def _over_clients(shares: Iterable[tuple[Tensor, Tensor]], prefix: str) -> dict[str, float]:
     """Mean, example-weighted mean and minimum of the clients' accuracies."""
     held = [(_accuracy(logits, labels), len(labels)) for logits, labels in shares if len(labels)]
     if not held:
-        raise ValueError(f"at least one client needs an example, got {len(shares)} clients without any")
+        raise ValueError("at least one client needs an example; none has any")
     accuracies, sizes = zip(*held, strict=True)
     return {
         f"{prefix}_mean/acc": sum(accuracies) / len(held),

@@ -1,5 +1,8 @@
 """The data module keeps every example in one place, and gives the same federation for the same seed."""
 
+import gc
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +109,22 @@ def test_partition_indexes_the_sources_training_split():
     data = module(base_fraction=0.5, train_fraction=0.5)
     for key, part in data.partition.indices.items():
         assert numbers(data.train(key)) == part.tolist()  # the source numbers its training examples from 0
+
+
+def test_clients_cost_nothing_until_somebody_asks_for_their_examples():
+    """What is kept for ten times as many clients is little more than their keys, 60 bytes each."""
+
+    def kept(num_clients: int) -> int:
+        data = module(source=Numbered(per_stratum=1000), num_clients=num_clients)
+        tracemalloc.start()
+        data.setup()
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(data.train(str(num_clients - 1))) > 0
+        return size
+
+    assert kept(1000) - kept(100) < 900 * 160
 
 
 def test_shares_follow_training_proportions():

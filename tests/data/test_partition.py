@@ -330,6 +330,17 @@ def test_measures_by_hand():
         heterogeneity(np.zeros((2, 2)))
 
 
+def test_index_lists_are_views_on_one_array():
+    division = Partition({"0": np.array([0, 1, 3]), "1": np.array([], dtype=np.int64), "2": np.array([2])})
+    assert [part.tolist() for part in division.indices.values()] == [[0, 1, 3], [], [2]]
+    assert all(np.shares_memory(part, division.flat) for part in division.indices.values() if len(part))
+    assert (division.clients, division.sizes.tolist(), len(division.indices)) == (("0", "1", "2"), [3, 0, 1], 3)
+    for key in ("3", "-1", "00", "x", ""):
+        assert key not in division.indices
+    with pytest.raises(ValueError, match=r"keys must be '0', '1', ... in order, got \['1', '0'\]"):
+        Partition({"1": np.array([0]), "0": np.array([1])})
+
+
 def test_label_counts():
     division = Partition({"0": np.array([0, 1, 3]), "1": np.array([2])})
     assert label_counts(division, np.array([2, 0, 1, 2]), 4).tolist() == [[1, 0, 2, 0], [0, 1, 0, 0]]

@@ -98,7 +98,7 @@ def test_personal_models_are_scored_on_their_own_shares_validation_and_everythin
         def evaluate(self, program: Any, message: Any, clients: Any) -> Any:
             replies = {}
             for key in clients:
-                (own,) = judge.held[key]
+                (own,) = set(judge.data.train(key).labels.tolist())
                 parts = {"own": judge.data.test(key), "val": judge.data.val(key), "global": judge.tests["global"]}
                 replies[key] = {part: outputs(examples.labels, own) for part, examples in parts.items()}
             return replies

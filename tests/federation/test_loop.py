@@ -16,11 +16,12 @@ from federation.tiny import federation, normalised, numbers, same, sgd
 from fl_lightning.aggregation import Keep
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.federation.callbacks import EarlyStop, FederationCallback
+from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.sampling import UniformSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
 from fl_lightning.message import Group, Message
-from fl_lightning.methods import FedAvg, LocalOnly
+from fl_lightning.methods import SCAFFOLD, FedAvg, LocalOnly
 from fl_lightning.methods.base import (
     SERVER,
     Client,
@@ -412,3 +413,93 @@ def test_seeds_decide_everything() -> None:
     for loop in loops:
         loop.fit()
     assert numbers(loops[0]) == numbers(loops[1]) != numbers(loops[2])
+
+
+def test_a_memory_that_is_part_of_a_stack_lets_go_of_the_rest() -> None:
+    store, stack = MemoryStore(), torch.arange(12.0).view(3, 4)
+    store.commit("0", {"control": {"w": stack[1], "own": stack}})
+    kept = store.get("0")["control"]
+    assert torch.equal(kept["w"], stack[1])
+    assert kept["w"].untyped_storage().nbytes() == 16
+    assert kept["own"].data_ptr() == stack.data_ptr()  # a whole one is not copied
+
+
+# ---- memories in files
+
+
+def memory_of(number: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Two KiB, with a tensor under two names and an empty group."""
+    draw = torch.Generator().manual_seed(number)
+    one = torch.randn(128, generator=draw, dtype=torch.float64)
+    half = torch.randn(8, 64, generator=draw).bfloat16()
+    return {"b": {"one": one, "same": one}, "a": {"half": half.t(), "n": torch.tensor(number)}, "none": {}}
+
+
+@pytest.mark.parametrize("budget", [None, 0, 10 / 2**10])
+def test_memories_are_equal_wherever_they_lie(budget: float | None, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = MemoryStore(budget)
+    for number in range(12):
+        store.commit(str(number), memory_of(number))
+    spilled = {None: 0, 0: 12, 10 / 2**10: 9}[budget]
+    files = list(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == spilled  # each takes 3080 bytes
+    before = store.state_dict()
+    store.commit("5", memory_of(50))
+    store.commit("6", {})
+    assert store.get("nobody") == {}
+    expected = {str(n): memory_of(n) for n in range(12)}
+    assert list(before) == list(expected)
+    assert same(before, expected)  # files are read late, and stay for whoever may read them
+    expected |= {"5": memory_of(50), "6": {}}
+    for key in ("11", "0", "5", "6", "0"):
+        assert same(store.get(key), expected[key])
+        assert list(store.get(key)) == list(expected[key])
+    assert same(store.state_dict(), expected)
+    assert list(store.state_dict()) == list(expected)
+    other = MemoryStore(budget)
+    other.load_state_dict(store.state_dict())
+    assert same(other.state_dict(), expected)
+    del store, other, before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_least_recently_used_go_first_and_an_unchanged_file_is_not_written_again(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def files() -> set[str]:
+        return {path.name for path in tmp_path.glob("*/*.safetensors")}
+
+    store = MemoryStore(7 / 2**10)  # two and a bit
+    for key in ("a", "b"):
+        store.commit(key, memory_of(1))
+    store.get("a")
+    assert files() == set()
+    store.commit("c", memory_of(2))
+    assert (files(), list(store._here)) == ({"0.safetensors"}, ["a", "c"])
+    store.get("b")
+    assert (files(), list(store._here)) == ({"0.safetensors", "1.safetensors"}, ["c", "b"])
+    store.get("a")
+    store.get("c")
+    assert (files(), list(store._here)) == ({f"{n}.safetensors" for n in range(3)}, ["a", "c"])
+    store.commit("b", memory_of(3))  # its file is out of date
+    assert (files(), list(store._here)) == ({"1.safetensors", "2.safetensors"}, ["c", "b"])
+
+
+def test_a_run_with_memories_in_files_is_the_run_and_resumes(tmp_path: Path) -> None:
+    def run(budget: float | None, rounds: int, folder: str, checkpoint: Path | None = None) -> FederationLoop:
+        loop = federation(SCAFFOLD(rounds=rounds), sampler=UniformSampler(size=2), memory_budget=budget)
+        loop.fit(tmp_path / folder, checkpoint)
+        return loop
+
+    whole, spilled = run(None, 4, "whole"), run(0, 4, "spilled")
+    assert numbers(whole) == numbers(spilled)
+    assert same(whole.memory.state_dict(), spilled.memory.state_dict())
+    states = [read_checkpoint(tmp_path / f / "checkpoints" / "round_00004")[0] for f in ("whole", "spilled")]
+    assert same(states[0]["memory"], states[1]["memory"])
+    again = run(0, 4, "spilled", tmp_path / "spilled" / "checkpoints" / "round_00003")
+    assert same(again.memory.state_dict(), whole.memory.state_dict())
+    with pytest.raises(ValueError, match="memory_budget is -1; it must be at least 0, or null"):
+        federation(SCAFFOLD(rounds=1), memory_budget=-1)

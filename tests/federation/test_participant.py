@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from federation.tiny import CPU, examples, federation, linear, normalised, same, sgd, task
 from lightning.pytorch import Callback
+from methods.test_flat_family import FAMILY
 from torch import Tensor, nn
 
 from fl_lightning.data.examples import DataInfo, TensorExamples
@@ -427,3 +428,33 @@ def test_max_time_holds_for_every_fit_anew(monkeypatch: pytest.MonkeyPatch) -> N
     results = [worker.execute(Fit("model", data, start_of()), 1, "a") for _ in range(2)]
     assert [result.num_steps for result in results] == [3, 3]
     assert same(outcome(results[0]), plain_fit(data, (1, "a")))  # three steps are an epoch
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fednsam paper"])
+def test_a_network_is_compiled_once_and_not_once_a_client(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that counts, and leaves the graph as it is; weights equal those without, and a batch of each size is
+    compiled for training and one for evaluation."""
+    graphs = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    own = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: own(function, backend=counting, **options))
+    states = []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        loop = federation(FAMILY[name][0](rounds=2), (8, 8, 8, 8, 8), compile=compiled)
+        loop.fit()
+        states.append(loop.method.state_dict()["parameters"])
+    assert states[0].keys() == states[1].keys()
+    for n, value in states[0].items():
+        torch.testing.assert_close(value, states[1][n], rtol=0, atol=1e-12)
+    assert 1 <= len(graphs) <= 3  # of ten clients' fits
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "ray"])
+def test_compiling_is_for_the_serial_engine(engine: str) -> None:
+    with pytest.raises(ValueError, match=f"federation.compile is true, and the engine is '{engine}'"):
+        federation(FedAvg(rounds=1), engine=engine, compile=True)

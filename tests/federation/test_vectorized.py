@@ -187,7 +187,7 @@ def test_a_task_without_losses_of_examples_is_refused() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match=r"federation.engine is 'fast'; allowed: 'serial', 'vectorized'"):
+    with pytest.raises(ValueError, match=r"federation.engine is 'fast'; allowed: 'serial', 'vectorized', 'ray'"):
         federation(FedAvg(rounds=1), engine="fast")
     with pytest.raises(ValueError, match=r"federation.vectorized_clients is 0; it must be at least 1"):
         federation(FedAvg(rounds=1), engine="vectorized", vectorized_clients=0)

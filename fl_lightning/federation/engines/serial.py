@@ -7,16 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from fl_lightning.aggregation import BLOCK_SIZE
 from fl_lightning.data.datamodule import FederatedDataModule
-from fl_lightning.federation.engines.base import (
-    Addressed,
-    BlockReducer,
-    Engine,
-    Total,
-    Weight,
-    addressed_part,
-)
+from fl_lightning.federation.engines.base import Addressed, Engine, Intake, Total, Weight, addressed_part
 from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import MemoryStore
@@ -64,33 +56,17 @@ class SerialEngine(Engine):
         weight: Weight,
         addressed: Addressed,
         progress: Callable[[str], None],
-        accepted: Callable[[Reply], None],
+        accepted: Callable[[Reply], None] | None,
     ) -> Total:
-        total = Total()
         self.guard.begin(message.round, uplink)
-        reducer, weights, memories = BlockReducer(uplink, weight), 0.0, {}
-        before = self.participant.num_gradients
+        intake, before = Intake(cohort, uplink, weight, accepted), self.participant.num_gradients
         with global_rng_saved():
             replies = self.replies(program, message, cohort, addressed, progress)
             if self.participant.journal is not None:
                 replies = self.participant.journal.keeping(replies, self.participant, self.guard)
-            for number, (reply, received) in enumerate(replies, 1):
-                if reply is not None:
-                    accepted(reply)
-                    reducer.add(reply.message)
-                    total.clients += (reply.message.sender,)
-                    if reply.memory is not None:
-                        memories[reply.message.sender] = reply.memory
-                    weights += total.take(reply, received, weight(reply.message))
-                if number % BLOCK_SIZE == 0:
-                    reducer.close_block()
-        self.guard.check_quorum(total.clients, cohort)
-        total.groups = reducer.finish()
-        total.average(weights)
-        total.num_gradients = self.participant.num_gradients - before
-        for key, memory in memories.items():
-            self.memory.commit(key, memory)
-        return total
+            for reply, received in replies:
+                intake.take(reply, received)
+        return intake.finish(self.guard, self.memory, self.participant.num_gradients - before)
 
     def replies(
         self,

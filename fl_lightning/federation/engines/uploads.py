@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fl_lightning.federation.engines.base import Addressed, Total
 from fl_lightning.federation.engines.serial import SerialEngine
 from fl_lightning.federation.uploads import FIRST, check_uploads, read_upload
@@ -34,8 +36,9 @@ class UploadsEngine(SerialEngine):
         uplink: Mapping[str, Group],
         *rest: Any,
     ) -> Total:
-        if message.round == FIRST:
-            check_uploads(self.folder, cohort, uplink)
+        if message.round > FIRST:
+            return self.later.run(program, message, cohort, uplink, *rest)
+        check_uploads(self.folder, cohort, uplink)
         self._uplink = uplink
         return super().run(program, message, cohort, uplink, *rest)
 
@@ -47,12 +50,17 @@ class UploadsEngine(SerialEngine):
         addressed: Addressed,
         progress: Callable[[str], None],
     ) -> Iterator[tuple[Reply | None, Message | None]]:
-        if message.round > FIRST:
-            yield from self.later.replies(program, message, cohort, addressed, progress)
-            return
         for key in cohort:
             progress(key)
             yield self.guard.ask(key, partial(self._read, key)), None
 
     def _read(self, key: str) -> Reply:
         return read_upload(self.folder, key, self._uplink)[0]
+
+    def evaluate(
+        self, program: ClientProgram, message: Message, clients: Sequence[str]
+    ) -> dict[str, dict[str, Tensor]] | None:
+        return self.later.evaluate(program, message, clients)
+
+    def close(self) -> None:
+        self.later.close()

@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.data.examples import Examples, TensorExamples, View
 from fl_lightning.federation import lean
 from fl_lightning.federation.engines.base import Addressed, addressed_part
 from fl_lightning.federation.engines.serial import SerialEngine
@@ -363,16 +364,27 @@ class Schedule:
         for k, mine in enumerate(orders):
             order[: len(mine), k] = mine
             order[len(mine) :, k] = mine[-1]  # after its last step a client goes on, masked
-        first = torch.tensor([0, *counts[:-1]]).cumsum(0)[:, None]
-        self.inputs = torch.cat([fit.data.fetch(torch.arange(len(fit.data))) for fit in fits]).to(device)
-        self.labels = torch.cat([fit.data.labels for fit in fits]).to(device)
-        self.places = (order.clamp(min=0) + first).to(device)  # padding is an example of the client's own
-        self.mask = (order >= 0).to(device, self.inputs.dtype)
+        self.source, rows = _together([fit.data for fit in fits], device)
+        places = order.clamp(min=0)  # padding is an example of the client's own
+        self.places = torch.stack([own[places[:, k]] for k, own in enumerate(rows)], 1).to(device)
+        self.mask = (order >= 0).to(device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for places, mask in zip(self.places, self.mask, strict=True):
-            batch = [v.index_select(0, places.flatten()).unflatten(0, places.shape) for v in (self.inputs, self.labels)]
-            yield batch[0], batch[1], mask
+            inputs = self.source.fetch(places.flatten()).unflatten(0, places.shape)
+            yield inputs, self.source.labels[places], mask.to(inputs.dtype)
+
+
+def _together(data: Sequence[Examples], device: torch.device) -> tuple[Examples, list[Tensor]]:
+    """Where the examples of all clients can be fetched from, and the numbers that each client's have there: the set that all
+    are parts of, if it lies in this memory, or else a copy on the device."""
+    parts = [part for part in data if type(part) is View and type(part.source) is TensorExamples]
+    if device.type == "cpu" and len(parts) == len(data) and len({id(part.source) for part in parts}) == 1:
+        return parts[0].source, [part.indices for part in parts]
+    everything = [torch.arange(len(part)) for part in data]
+    inputs = torch.cat([part.fetch(rows) for part, rows in zip(data, everything, strict=True)])
+    copy = TensorExamples(inputs.to(device), torch.cat([part.labels for part in data]).to(device))
+    return copy, list(torch.arange(len(copy)).split([len(part) for part in data]))
 
 
 class _Losses(nn.Module):

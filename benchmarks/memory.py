@@ -1,0 +1,65 @@
+"""Peak resident memory against the number of clients and of rounds, on invented images that nobody keeps.
+
+Every run is a process of its own: 60,000 images in all, a cohort of 100 (of which every client takes two steps), FedAvg, the
+default MLP, an evaluation before the first and after the last round.
+
+    python benchmarks/memory.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+
+from fl_lightning.cli import quiet
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.data.sources import FakeImages
+from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.sampling import UniformSampler
+from fl_lightning.methods import FedAvg
+from fl_lightning.tasks import ClassificationTask
+
+COHORT, IMAGES = 100, 60_000
+RUNS = ((100, 3), (10_000, 3), (10_000, 12))  # clients, rounds
+
+
+def peak() -> float:
+    """Most resident memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def run(clients: int, rounds: int) -> dict[str, float]:
+    """Peaks when everything is set up and at the end."""
+    quiet()
+    loop = FederationLoop(sampler=UniformSampler(size=COHORT), progress=False, validate=False, evaluate_every=rounds)
+    source = FakeImages(image_size=28, channels=1, train_per_class=IMAGES // 10, test_per_class=100)
+    data = FederatedDataModule(source, num_clients=clients, batch_size=10, val_fraction=0.0)
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": -1, "max_steps": 2}
+    loop.assemble(FedAvg(rounds), ClassificationTask(), data, trainer, 0)
+    ready = peak()
+    loop.fit()
+    return {"clients": clients, "rounds": rounds, "mib_ready": round(ready, 1), "mib_peak": round(peak(), 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", type=int, nargs=2, metavar=("CLIENTS", "ROUNDS"), help="one run, in this process")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run(*options.one)))
+        return
+    found = []
+    for clients, rounds in RUNS:
+        command = [sys.executable, __file__, "--one", str(clients), str(rounds)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        print(found[-1], flush=True)
+    few, many, long = (row["mib_peak"] for row in found)
+    print(json.dumps({"runs": found, "mib_of_more_clients": many - few, "mib_of_more_rounds": long - many}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""Client work in long-lived processes of Ray, on this machine or a cluster, with the serial engine's bits.
+
+Every worker holds the program's tasks, the data and, where it has one, its GPU for the whole run. The work items are blocks
+of clients, those that the serial engine adds up too, and a worker sends back a block's sum and not its replies. Where there
+are too few blocks to keep everybody busy, or somebody wants to see each reply, the items are single clients, and their
+replies are added up here in the order of the cohort. Either way the additions are those of the serial engine, in its order.
+
+Every worker has a guard of its own, which asks and checks as the serial engine's would. Its failures come back with the
+work, and the run's guard takes them over.
+
+Tensors travel as NumPy arrays: the broadcast is put into the object store once a round, and processes map it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation import BLOCK_SIZE, block_size
+from fl_lightning.data.datamodule import FederatedDataModule
+from fl_lightning.federation.engines.base import Addressed, BlockReducer, Intake, Total, Weight, addressed_part
+from fl_lightning.federation.engines.serial import SerialEngine
+from fl_lightning.federation.incoming import Failure, Guard, OnClientError
+from fl_lightning.federation.participant import Participant
+from fl_lightning.federation.state import MemoryStore
+from fl_lightning.message import Group, Groups, Message
+from fl_lightning.methods.base import ClientProgram, Reply
+from fl_lightning.rng import global_rng_saved
+from fl_lightning.tasks.base import FederatedTask
+
+DEATHS = 3  # workers that may die over the same clients before the round is given up
+BUSY = 2  # blocks a worker, at least: else clients are handed out one by one
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker is made of; attributes as the arguments of `Participant`."""
+
+    program: ClientProgram
+    model: FederatedTask
+    data: FederatedDataModule
+    trainer: Mapping[str, Any]
+    batch_size: int
+    seed: int
+    eval_batch_size: int
+    client_loop: Any
+    num_threads: int
+    on_client_error: OnClientError
+    max_reply_bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all items of a round share; ``whole`` sends replies back instead of their sum."""
+
+    program: ClientProgram
+    message: Message
+    uplink: Mapping[str, Group]
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Item:
+    """Clients for one worker, with what is theirs alone."""
+
+    memories: Mapping[str, Groups]
+    addressed: Mapping[str, tuple[str, ...] | None]
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a worker made of an item: replies, without their tensors where ``block`` is their sum, and who failed."""
+
+    replies: list[Reply]
+    block: Mapping[str, Any] | None
+    num_gradients: int
+    failures: Sequence[Failure]
+    lost: Mapping[str, Failure]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What ended a worker's item: the exception, or its text where it cannot travel."""
+
+    client: str
+    error: bytes | str
+    trace: str
+    failures: Sequence[Failure]
+
+    def exception(self, round: int) -> Exception:
+        """The exception as it was there, with client, round and place as a note."""
+        error = RuntimeError(self.error) if isinstance(self.error, str) else pickle.loads(self.error)
+        error.add_note(f"client {self.client}, round {round}, in a worker:\n{self.trace}")
+        return error
+
+
+class Worker:
+    """The other side: a serial engine that is handed clients."""
+
+    def use(self, settings: Settings) -> None:
+        """Be what the settings say."""
+        torch.set_num_threads(settings.num_threads)
+        participant = Participant(
+            settings.program.tasks(settings.model),
+            settings.trainer,
+            settings.batch_size,
+            settings.seed,
+            settings.eval_batch_size,
+            settings.client_loop,
+        )
+        guard = Guard(settings.on_client_error, max_bytes=settings.max_reply_bytes)
+        self.engine = SerialEngine(participant, settings.data, MemoryStore(), guard)
+
+    def work(self, name: str, *arguments: Any) -> tuple[Ended | None, Any]:
+        """Call a method below; what ends it comes back as a value, with the client at whom it did."""
+        self.at = "?"
+        try:
+            return None, getattr(self, name)(*arguments)
+        except Exception as error:
+            return Ended(self.at, _sent(error), traceback.format_exc(), self.engine.guard.failures), None
+
+    def update(self, work: Work, item: Item) -> Done:
+        """Clients' turns."""
+        engine = self._for(work, item)
+        before, replies = engine.participant.num_gradients, list[Reply]()
+        reducer = BlockReducer(work.uplink, lambda message: item.weights[message.sender], len(item.memories))
+        with global_rng_saved():
+            for reply, _ in engine.replies(
+                work.program, work.message, list(item.memories), item.addressed.__getitem__, self._starts
+            ):
+                if not work.whole:
+                    reducer.add(reply.message if reply else None)
+                if reply:
+                    sent = reply if work.whole else replace(reply, message=reply.message.without_tensors())
+                    replies.append(sent)
+        reducer.close_block()
+        return Done(
+            replies,
+            None if work.whole else reducer.totals,
+            engine.participant.num_gradients - before,
+            engine.guard.failures,
+            engine.guard.lost,
+        )
+
+    def evaluate(self, work: Work, item: Item) -> dict[str, dict[str, Tensor]]:
+        """Outputs of clients' own models."""
+        engine, outputs = self._for(work, item), dict[str, dict[str, Tensor]]()
+        for key in item.memories:
+            self._starts(key)
+            outputs |= engine.evaluate(work.program, work.message, [key]) or {}
+        return outputs
+
+    def _for(self, work: Work, item: Item) -> SerialEngine:
+        """The engine, with the memories of these clients and no others."""
+        self.engine.memory.load_state_dict(item.memories)
+        self.engine.guard.begin(work.message.round, work.uplink)
+        return self.engine
+
+    def _starts(self, client: str) -> None:
+        self.at = client
+
+
+class RayEngine(SerialEngine):
+    """Runs a cohort on workers.
+
+    Args:
+        participant: Of the server; says how clients are fitted.
+        data: Holds every client's examples. Workers get its arguments and set it up themselves: on a cluster, each machine
+            needs the files.
+        memory: Client memories. They stay here, and travel with a client's work.
+        program: Of the clients.
+        model: The built model.
+        trainer: Keyword arguments of a Trainer.
+        num_workers: Processes, at least 1.
+        gpus_per_worker: GPUs of each, in [0, 1]; a fraction shares one.
+        address: Of a running cluster; None starts Ray on this machine.
+        guard: Of the run. Workers have guards like it; by default one that ends the run at a failure.
+
+    Raises:
+        ValueError: Ray is not installed, or the run needs what workers cannot give.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        data: FederatedDataModule,
+        memory: MemoryStore,
+        program: ClientProgram,
+        model: FederatedTask,
+        trainer: Mapping[str, Any],
+        num_workers: int = 2,
+        gpus_per_worker: float = 0.0,
+        address: str | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        super().__init__(participant, data, memory, guard)
+        if num_workers < 1:
+            raise ValueError(f"federation.num_workers is {num_workers}; it must be at least 1")
+        if not 0 <= gpus_per_worker <= 1:
+            raise ValueError(f"federation.gpus_per_worker is {gpus_per_worker}; it must be in [0, 1]")
+        if (devices := participant.trainer.world_size) > 1:
+            raise ValueError(f"federation.engine 'ray' fits a client on one device; trainer's make {devices}")
+        device = participant.trainer.strategy.root_device.type
+        if (device == "cuda") != (gpus_per_worker > 0):
+            raise ValueError(
+                f"federation.gpus_per_worker is {gpus_per_worker}, and trainer.accelerator trains on {device}; "
+                "workers must train on the same: above 0 for cuda, else 0"
+            )
+        try:
+            import ray
+        except ImportError as error:
+            raise ValueError("federation.engine 'ray' needs Ray: pip install 'fl_lightning[ray]'") from error
+        self.ray: Any = ray
+        self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
+        self.settings = Settings(
+            program,
+            model,
+            data,
+            {**trainer, "devices": 1, "logger": False},
+            participant.batch_size,
+            participant.seed,
+            participant.eval_batch_size,
+            participant.client_loop,
+            torch.get_num_threads(),
+            self.guard.policy,
+            self.guard.max_bytes,
+        )
+        self.workers: list[Any] = []
+        self.deaths = 0  # of workers so far
+        self._started = False
+
+    def run(
+        self,
+        program: ClientProgram,
+        message: Message,
+        cohort: Sequence[str],
+        uplink: Mapping[str, Group],
+        weight: Weight,
+        addressed: Addressed,
+        progress: Callable[[str], None],
+        accepted: Callable[[Reply], None] | None,
+    ) -> Total:
+        self.guard.begin(message.round, uplink)
+        intake, num_gradients = Intake(cohort, uplink, weight, accepted), 0
+        weights = {key: weight(Message(message.round, key, num_examples=len(self.data.train(key)))) for key in cohort}
+        groups = {key: addressed(key) for key in cohort}
+        blocks = _pieces(cohort, block_size(len(cohort)))
+        whole = accepted is not None or len(blocks) < BUSY * self.num_workers
+        clients = _pieces(cohort, 1) if whole else blocks
+        work = Work(program, message, {name: _schema(group) for name, group in uplink.items()}, whole)
+        items = [
+            Item({k: self.memory.get(k) for k in keys}, {k: groups[k] for k in keys}, {k: weights[k] for k in keys})
+            for keys in clients
+        ]
+        done: Done
+        for keys, done in zip(clients, self._results("update", work, items, progress), strict=True):
+            self.guard.take_over(done.failures, done.lost)
+            num_gradients += done.num_gradients
+            replies = {reply.message.sender: reply for reply in done.replies}
+            for key in keys:
+                reply, received = replies.get(key), addressed_part(message, groups[key])
+                if done.block is None:
+                    intake.take(reply, received)
+                elif reply is not None:
+                    if (actual := weight(reply.message)) != weights[key]:
+                        raise ValueError(
+                            f"client {key} was to weigh {weights[key]} by its examples, and its reply weighs {actual}; "
+                            "use federation.engine serial"
+                        )
+                    intake.count(reply, received)
+            if done.block is not None and replies:
+                intake.reducer.merge(done.block)
+        return intake.finish(self.guard, self.memory, num_gradients)
+
+    def evaluate(
+        self, program: ClientProgram, message: Message, clients: Sequence[str]
+    ) -> dict[str, dict[str, Tensor]] | None:
+        personal = [k for k in clients if program.evaluate(self.client(k, message.round), message) is not None]
+        items = [Item({k: self.memory.get(k) for k in keys}, {}, {}) for keys in _pieces(personal, BLOCK_SIZE)]
+        outputs: dict[str, dict[str, Tensor]] = {}
+        for found in self._results("evaluate", Work(program, message, {}), items, lambda _: None):
+            outputs |= found
+        return outputs or None
+
+    def close(self) -> None:
+        for worker in self.workers:
+            self.ray.kill(worker)
+        self.workers = []
+        if self._started:
+            self.ray.shutdown()
+            self._started = False
+
+    # ---- workers
+
+    def _start(self) -> None:
+        """Start Ray, unless it runs, and the workers."""
+        if not self.ray.is_initialized():
+            options = {"num_cpus": self.num_workers} if self.address is None else {}
+            paths = os.pathsep.join(path for path in sys.path if path)
+            # Workers find the modules that this process does; Ray sends no statistics of its use.
+            with _environment(PYTHONPATH=paths, RAY_USAGE_STATS_ENABLED="0"):
+                self.ray.init(
+                    address=self.address or "local", include_dashboard=False, logging_level="error", **options
+                )
+            self._started = True
+        _send_arrays()
+        self._settings = self.ray.put(self.settings)
+        self.workers = [self._actor() for _ in range(self.num_workers)]
+        self.ray.get([self._ready(worker) for worker in self.workers])  # raises what a worker could not do
+
+    def _actor(self) -> Any:
+        return self.ray.remote(num_cpus=1, num_gpus=self.gpus_per_worker)(_Actor).remote()
+
+    def _ready(self, worker: Any) -> Any:
+        return worker.use.remote(self._settings)
+
+    def _results(self, name: str, work: Work, items: Sequence[Item], progress: Callable[[str], None]) -> Iterator[Any]:
+        """Results of all items in their order, whoever does them when; the longest go first.
+
+        Raises:
+            Exception: What ended the first item that did not end well, with the place as a note.
+            RuntimeError: Workers died over the same clients again and again.
+        """
+        if not items:
+            return
+        if not self.workers:
+            self._start()
+        shared = self.ray.put(work)
+        waiting = sorted(range(len(items)), key=lambda at: -self._cost(items[at]))
+        idle, running = list(self.workers), dict[Any, tuple[int, Any, Any]]()
+        ready, deaths, told = dict[int, tuple[Ended | None, Any]](), dict.fromkeys(waiting, 0), set[str]()
+
+        def again(at: int, error: Exception) -> None:
+            deaths[at] += 1
+            if deaths[at] == DEATHS:
+                clients = ", ".join(items[at].memories)
+                raise RuntimeError(
+                    f"{DEATHS} workers died over client {clients}, round {work.message.round}"
+                ) from error
+            waiting.insert(0, at)
+
+        number = 0
+        try:
+            while number < len(items):
+                if number in ready:
+                    ended, result = ready.pop(number)
+                    if ended is not None:
+                        self.guard.take_over(ended.failures, {})
+                        raise ended.exception(work.message.round)
+                    try:
+                        found = self.ray.get(result)
+                    except self.ray.exceptions.ObjectLostError as error:  # with its machine
+                        again(number, error)
+                        continue
+                    yield found
+                    number += 1
+                    continue
+                while waiting and idle:
+                    at, worker = waiting.pop(0), idle.pop()
+                    for client in items[at].memories.keys() - told:
+                        progress(client)
+                    told |= items[at].memories.keys()
+                    status, result = worker.work.options(num_returns=2).remote(name, shared, items[at])
+                    running[status] = at, worker, result
+                (status,), _ = self.ray.wait(list(running), num_returns=1)
+                at, worker, result = running.pop(status)
+                try:
+                    ready[at] = self.ray.get(status), result
+                except self.ray.exceptions.RayActorError as error:
+                    worker = self._replace(worker)
+                    again(at, error)
+                else:
+                    if ready[at][0] is not None:
+                        waiting = [other for other in waiting if other < at]  # the run ends here, if not before
+                idle.append(worker)
+        finally:
+            if running:  # given up in the middle: nobody waits for what these do
+                self.close()
+
+    def _replace(self, worker: Any) -> Any:
+        self.deaths += 1
+        new = self._actor()
+        self._ready(new)  # calls are carried out in their order
+        self.workers[self.workers.index(worker)] = new
+        return new
+
+    def _cost(self, item: Item) -> int:
+        """Examples that the clients of an item will go through, by the configured budget."""
+        epochs, steps, size = self.participant.budget({})
+        counts = [len(self.data.train(key)) for key in item.memories]
+        limits = [[epochs * n] * (epochs >= 0) + [steps * size] * (steps >= 0) for n in counts]
+        return sum(min(limit) for limit in limits if limit)
+
+
+class _Actor(Worker):
+    """A worker in a process of its own."""
+
+    def __init__(self) -> None:
+        _send_arrays()
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # each would tell what devices there are
+
+
+def _sent(error: Exception) -> bytes | str:
+    """An exception as it travels."""
+    from ray import cloudpickle
+
+    try:
+        blob = cloudpickle.dumps(error)
+        pickle.loads(blob)
+        return blob
+    except Exception:
+        return f"{type(error).__name__}: {error}"
+
+
+def _schema(group: Group) -> Group:
+    """A group whose replies can be checked, with no number in it."""
+    like = group.like and {name: torch.empty_like(value, device="meta") for name, value in group.like.items()}
+    return replace(group, like=like)
+
+
+def _pieces(keys: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    return [tuple(keys[first : first + size]) for first in range(0, len(keys), size)]
+
+
+def _send_arrays() -> None:
+    """From this process, tensors travel as arrays, which Ray shares between processes instead of pickling them."""
+    from ray.util import register_serializer
+
+    register_serializer(Tensor, serializer=_to_array, deserializer=_from_array)
+
+
+def _to_array(value: Tensor) -> tuple[Any, torch.dtype, tuple[int, ...]]:
+    array = None if value.is_meta else value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return array, value.dtype, tuple(value.shape)
+
+
+def _from_array(parts: tuple[Any, torch.dtype, tuple[int, ...]]) -> Tensor:
+    """A copy, since what processes share can be read only."""
+    array, dtype, shape = parts
+    if array is None or not len(array):
+        return torch.empty(shape, dtype=dtype, device="meta" if array is None else "cpu")
+    return torch.frombuffer(bytearray(array), dtype=dtype).view(shape)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Processes started meanwhile see these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
