@@ -10,6 +10,7 @@ is that of a least-squares line through the rounds after the warm-up, by which t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import sys
@@ -40,12 +41,14 @@ def resident() -> float:
 class Watch(FederationCallback):
     """Keeps the resident memory after every so many rounds."""
 
-    def __init__(self) -> None:
-        self.sizes: list[float] = []
+    def __init__(self, trim: bool) -> None:
+        self.trim, self.sizes = trim, list[float]()
 
     def on_round_end(self, loop: FederationLoop, row: dict[str, float]) -> None:
         if row["round"] % EVERY == 0 and row["round"] > 0:
             gc.collect()
+            if self.trim:
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
             self.sizes.append(resident())
             print(f"round {row['round']:.0f}: {self.sizes[-1]:.2f} MiB", file=sys.stderr, flush=True)
 
@@ -55,10 +58,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--warm_up", type=int, default=50)
     parser.add_argument("--engine", default="serial")
+    parser.add_argument("--trim", action="store_true", help="give free memory back to the system before each look")
     parser.add_argument("--checkpoint_every", type=int, default=10)
     options = parser.parse_args()
     quiet()
-    watch = Watch()
+    watch = Watch(options.trim)
     loop = FederationLoop(
         engine=options.engine,
         sampler=UniformSampler(size=10),

@@ -68,16 +68,8 @@ _NOT_MEANING = {
     "verify": None,
     "accept_changes": None,
     "federation": (
-        *(
-            "name",
-            "client_loop",
-            "progress",
-            "checkpoint_every",
-            "keep_last",
-            "journal_seconds",
-            "monitor",
-            "save_uploads",
-        ),
+        *("name", "client_loop", "progress", "checkpoint_every", "keep_last", "journal_seconds", "monitor"),
+        "save_uploads",
         *("num_workers", "gpus_per_worker", "address", "memory_budget"),
         *("on_client_error", "min_clients", "max_reply_bytes"),  # a run that a client ended may go on without it
     ),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FOLDER = "journal"  # in the run's
 BEGIN, REPLY, RESULT, FORGET = "begin", "reply", "result", "forget"
 SERVER_TURN = "server"
-HELD = 2**30  # bytes that may wait in memory for the next writing
+HELD = 2**28  # bytes that may wait in memory for the next writing
 _LENGTH, _DIGEST = 8, 32  # bytes in front of an entry: of its JSON's length, and of its JSON's SHA-256
 
 
@@ -147,9 +147,7 @@ class Journal:
             values.append(value)
         for value in values:
             count_costs(worker, value)
-            for failure in value["failures"]:
-                guard.failures.append(Failure(**failure))
-                guard.record(guard.failures[-1])
+            guard.take_over([Failure(**failure) for failure in value["failures"]], {})
         self._recalled.update(clients)
         return [_reply(value["reply"], client, self.round) for value, client in zip(values, clients, strict=True)]
 

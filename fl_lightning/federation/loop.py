@@ -71,7 +71,7 @@ class FederationLoop:
         journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the training or the drawing
             that it was in the middle of: replies and the server's results are written to ``journal/`` in the run's folder as
             they come, where a round takes longer than that, and deleted with the round's checkpoint. Null for no journal. On
-            one device only.
+            one device only, and not with the engine "ray".
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
@@ -338,16 +338,21 @@ class FederationLoop:
         return self.aggregator if self.aggregator and (cohort or self.aggregator.serves_empty) else None
 
     def _check_cohorts(self) -> None:
-        """Refuse, before any training, what a later round would end at: a quorum that its cohort cannot reach, a rule that
-        the cohort is too small for or that the method has no use for.
+        """Refuse, before any training, what a later round would end at: nobody drawn where the mean needs somebody, a quorum
+        that its cohort cannot reach, a rule that the cohort is too small for or that the method has no use for.
 
         Raises:
             ValueError: One would.
         """
-        if self.dry_run or (self.aggregator is None and self.guard.min_clients == 1):
+        if self.dry_run:
             return
         for round in range(self.round + 1, self.method.rounds + 1):
             cohort = self._cohort(round)
+            if not self.sampler.cohort(round, self.info.clients, self.seed) and self._rule(cohort) is None:
+                raise ValueError(
+                    f"{type(self.sampler).__name__} draws nobody for round {round}, which only an aggregator like "
+                    "PrivateMean can make something of"
+                )
             if cohort and len(cohort) < self.guard.min_clients:
                 raise ValueError(
                     f"federation.min_clients is {self.guard.min_clients}; round {round} has {len(cohort)} clients"
@@ -549,14 +554,14 @@ class FederationLoop:
         return self.folder.folder / f"round_{round:05d}"
 
     def _new_journal(self, run_folder: Path | None) -> Journal | None:
-        """The journal of a run that has a folder and one device."""
+        """The journal of a run that has a folder, one device, and an engine that sees every reply."""
         if run_folder is None or self.journal_seconds is None:
             return None
-        if (devices := self.participant.trainer.world_size) > 1:
+        devices, ray = self.participant.trainer.world_size, self.engine_name == "ray"
+        if devices > 1 or ray:
+            why = "the engine is 'ray'" if ray else f"there are {devices} devices"
             if self.is_main:
-                print(
-                    f"no journal of unfinished rounds: it works on one device, and there are {devices}", file=sys.stderr
-                )
+                print(f"no journal of unfinished rounds (federation.journal_seconds): {why}", file=sys.stderr)
             return None
 
         def base() -> Path:

@@ -192,6 +192,13 @@ def test_a_round_without_clients_is_noise_and_is_paid_for() -> None:
     assert loop.history[-1]["privacy/epsilon"] == pytest.approx(rdp(0.2, 1.0, 6, 0.01), rel=1e-6)
 
 
+def test_a_mean_of_nobody_is_refused_before_training() -> None:
+    loop = federation(FedAvg(6), (4, 4, 4), sampler=PoissonSampler(0.2), seed=1)
+    with pytest.raises(ValueError, match="PoissonSampler draws nobody for round"):
+        loop.fit()
+    assert not loop.history
+
+
 def test_feddyn_does_not_see_how_many_replied() -> None:
     rule = PrivateMean(clip=100.0, **NOISELESS)
     loop = federation(FedDyn(rounds=1, alpha=0.1), SIZES, aggregator=rule, sampler=PoissonSampler(0.5))

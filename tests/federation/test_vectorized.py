@@ -132,6 +132,30 @@ def test_what_would_differ_is_refused_before_training(options: dict[str, Any], t
         federation(FedAvg(rounds=1), (6, 6), engine="vectorized", **options).fit()
 
 
+@dataclass(frozen=True)
+class Watching(AveragingClient):
+    """Sends a callback along that the lean loop would call."""
+
+    def update(self, client: Client, message: Message) -> Steps:
+        steps = super().update(client, message)
+        return (yield from self._watched(steps))
+
+    def _watched(self, steps: Steps) -> Steps:
+        reply = yield replace(next(steps), callbacks=(Light(),))  # type: ignore[arg-type]
+        return steps.send(reply)
+
+
+class Light(Callback):
+    runs_lean = True
+
+
+def test_a_fits_own_callback_is_never_skipped() -> None:
+    loop = federation(FedAvg(rounds=1), (6, 6), engine="vectorized")
+    loop.program = Watching()
+    with pytest.raises(ValueError, match="Watching cannot be vectorised: Light watches single fits"):
+        loop.fit()
+
+
 @pytest.mark.parametrize("name", ["loss", "training_step", "on_before_optimizer_step", "setup", "cached"])
 def test_a_tasks_own_code_is_never_skipped(name: str) -> None:
     loop = federation(FedAvg(rounds=1), (6, 6), engine="vectorized")

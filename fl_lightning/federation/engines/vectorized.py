@@ -177,6 +177,8 @@ class VectorizedEngine(SerialEngine):
         columns = {name for fit in fits for name in fit.data.extras(torch.tensor([0]))}
         if reason is not None:
             reason = f"a fit needs Lightning's Trainer because {reason}"
+        elif watching := [c for fit in fits for c in fit.callbacks]:
+            reason = f"{type(watching[0]).__name__} watches single fits"
         elif columns:
             reason = f"examples have columns ({', '.join(sorted(columns))}), and example_losses takes images and labels"
         elif any(fit.data.augmentation for fit in fits):
