@@ -469,7 +469,8 @@ class FederationLoop:
         row |= {f"time/{name}": value for name, value in timings.items()}
         for name, value in timings.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
-        self.history.append({sys.intern(name): value for name, value in row.items()})  # names are made anew each round
+        row = {sys.intern(name): value for name, value in row.items()}  # names are made anew each round, and kept once
+        self.history.append(row)
         self._commit()
         if self.round % self.checkpoint_every == 0 and self.round > 0:
             self._save()

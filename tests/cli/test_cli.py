@@ -54,7 +54,7 @@ WRONG = {
     "--data.num_clients 0": r"data.num_clients is 0; it must be at least 1 unless federation.uploads names a folder",
     "--federation.evry 3": r"federation.evry is no option",
     "--federation.evaluate_every 0": r"federation.evaluate_every is 0; it must be at least 1",
-    "--federation.engine ray": r"federation.engine is ray; allowed: 'serial'",
+    "--federation.engine rey": r"federation.engine is rey; allowed: 'serial'",
     "--federation.sampler.class_path Uniform": r"federation.sampler is 'Uniform', .*allowed: AllClients, FixedCohort, PoissonSampler, UniformSampler",
     "--federation.sampler.init_args.size 0": r"UniformSampler: size is 0; it must be at least 1",
     "--federation.monitor globl/acc": r"federation.monitor is 'globl/acc'; .*global/acc",

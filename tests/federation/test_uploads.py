@@ -18,6 +18,7 @@ from torch import Tensor
 from fl_lightning.__main__ import main
 from fl_lightning.cli import config_hash
 from fl_lightning.data.examples import Examples
+from fl_lightning.federation.generation import MemorisationMeter
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.state import digest
@@ -296,8 +297,10 @@ class Guarded(Examples):
 def guard(loop: FederationLoop) -> list[bool]:
     """Clients' training images raise when they are fetched after the upload."""
     closed: list[bool] = []
-    loop.data._train = {key: Guarded(examples, closed) for key, examples in loop.data._train.items()}
-    update = loop.method.server_update
+    train, update = loop.data.train, loop.method.server_update
+    loop.data.train = lambda client: Guarded(train(client), closed)  # type: ignore[method-assign]
+    # A meter compares images with the clients': a simulation's privilege.
+    loop.callbacks = [callback for callback in loop.callbacks if not isinstance(callback, MemorisationMeter)]
 
     def after_the_upload(round: int, total: Any, server: Server) -> Any:
         closed.append(True)

@@ -235,7 +235,8 @@ def test_the_ensembles_images() -> None:
 @pytest.mark.parametrize("source", ["client_head", "client_counts"])
 def test_where_labels_come_from(source: Any, teacher: Any) -> None:
     loop = federation(FedMITR(label_source=source, teacher=teacher, **{**SPARSE, "images_per_client": 20, "batch": 60}))
-    loop.data.train("1").labels.fill_(2)  # a client of one class
+    everybody, division = loop.data._divided["train"]
+    everybody.labels[division.indices["1"]] = 2  # a client of one class
     asked = requests(loop)
     loop.fit()
     method: Any = loop.method
