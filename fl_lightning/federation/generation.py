@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,27 @@ _VALUES = 2**26  # of training images that every run's meter compares with: 256 
 _COLUMNS = 16  # images whose patches are shown
 
 
-class GenerationMeter(FederationCallback):
+class SynthesisWatcher(FederationCallback, ABC):
+    """Looks at a method's synthetic images once, in the round that makes them."""
+
+    seen: Examples | None = None
+
+    def on_start(self, loop: FederationLoop) -> None:
+        self.seen = loop.method.synthetic()  # of a run that goes on: measured in the round that made it
+
+    def measure(self, loop: FederationLoop) -> Row:
+        made = loop.method.synthetic()
+        if made is None or made is self.seen:
+            return {}
+        self.seen = made
+        return self.look(loop, made)
+
+    @abstractmethod
+    def look(self, loop: FederationLoop, made: Examples) -> Row:
+        """Numbers of new images for the round's row."""
+
+
+class GenerationMeter(SynthesisWatcher):
     """Measures a method's synthetic images in the round that makes them, and draws some of them.
 
     Columns ``generation/…``: ``nn_ratio``, ``copy_rate`` (`fl_lightning.metrics.generation.memorisation`: distances to the
@@ -47,17 +68,12 @@ class GenerationMeter(FederationCallback):
             if value < least:
                 raise ValueError(f"GenerationMeter.{name} is {value}; it must be at least {least}")
         self.per_class, self.feature_epochs, self.grid = per_class, feature_epochs, grid
-        self.seen: Examples | None = None
 
     def on_start(self, loop: FederationLoop) -> None:
+        super().on_start(loop)
         self.initial = loop.model.state()
-        self.seen = loop.method.synthetic()  # of a run that goes on: measured in the round that made it
 
-    def measure(self, loop: FederationLoop) -> Row:
-        made = loop.method.synthetic()
-        if made is None or made is self.seen:
-            return {}
-        self.seen = made
+    def look(self, loop: FederationLoop, made: Examples) -> Row:
         names = loop.info.class_names
         shown = some(made, self.per_class, loop)
         if self.grid:
@@ -90,7 +106,7 @@ class GenerationMeter(FederationCallback):
         loop.model.load(result.buffers)
 
 
-class MemorisationMeter(FederationCallback):
+class MemorisationMeter(SynthesisWatcher):
     """Whether a method's synthetic images are copies of training images; part of every run, in the round that makes them.
 
     Columns, means over classes: ``memorisation/nn_ratio``, the median distance of a synthetic image to the nearest training
@@ -108,16 +124,8 @@ class MemorisationMeter(FederationCallback):
         if per_class < 1:
             raise ValueError(f"MemorisationMeter.per_class is {per_class}; it must be at least 1")
         self.per_class = per_class
-        self.seen: Examples | None = None
 
-    def on_start(self, loop: FederationLoop) -> None:
-        self.seen = loop.method.synthetic()
-
-    def measure(self, loop: FederationLoop) -> Row:
-        made = loop.method.synthetic()
-        if made is None or made is self.seen:
-            return {}
-        self.seen = made
+    def look(self, loop: FederationLoop, made: Examples) -> Row:
         if not clients_in(loop):  # no real image to compare with
             return {}
         most = max(2, _VALUES // math.prod(loop.info.input_shape) // loop.info.num_classes)
@@ -132,7 +140,7 @@ class MemorisationMeter(FederationCallback):
         return {f"memorisation/{name}": sum(values) / len(values) for name, values in rows.items() if values}
 
 
-class SamplePictures(FederationCallback):
+class SamplePictures(SynthesisWatcher):
     """Draws some of a method's synthetic images in the round that makes them: ``samples.png``, and in TensorBoard. Where
     patches of them were stopped (columns ``keep`` and ``attention``), ``samples_masks.png`` shows which, and where the model
     looked.
@@ -145,16 +153,9 @@ class SamplePictures(FederationCallback):
         if grid < 1:
             raise ValueError(f"SamplePictures.grid is {grid}; it must be at least 1")
         self.grid = grid
-        self.seen: Examples | None = None
 
-    def on_start(self, loop: FederationLoop) -> None:
-        self.seen = loop.method.synthetic()
-
-    def measure(self, loop: FederationLoop) -> Row:
-        made = loop.method.synthetic()
-        if made is not None and made is not self.seen:
-            self.seen = made
-            draw_samples(loop, some(made, self.grid, loop), self.grid)
+    def look(self, loop: FederationLoop, made: Examples) -> Row:
+        draw_samples(loop, some(made, self.grid, loop), self.grid)
         return {}
 
 

@@ -344,11 +344,16 @@ class FederationLoop:
         Raises:
             ValueError: One would.
         """
-        if self.dry_run:
-            return
+        perhaps_nobody = not self.sampler.draws_somebody
+        if self.dry_run or (self.aggregator is None and self.guard.min_clients == 1 and not perhaps_nobody):
+            return  # draws cost, and large federations have many
         for round in range(self.round + 1, self.method.rounds + 1):
             cohort = self._cohort(round)
-            if not self.sampler.cohort(round, self.info.clients, self.seed) and self._rule(cohort) is None:
+            if (
+                perhaps_nobody
+                and not self.sampler.cohort(round, self.info.clients, self.seed)
+                and self._rule(cohort) is None
+            ):
                 raise ValueError(
                     f"{type(self.sampler).__name__} draws nobody for round {round}, which only an aggregator like "
                     "PrivateMean can make something of"

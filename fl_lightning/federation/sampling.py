@@ -13,9 +13,11 @@ class CohortSampler(ABC):
 
     Attributes:
         rate: With which probability every client takes part, independently of the others; None: it is not so.
+        draws_somebody: Whether every cohort has a client; otherwise all are looked at before a run.
     """
 
     rate: float | None = None
+    draws_somebody = False
 
     @abstractmethod
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
@@ -25,7 +27,7 @@ class CohortSampler(ABC):
 class AllClients(CohortSampler):
     """Everybody, every round."""
 
-    rate = 1.0
+    rate, draws_somebody = 1.0, True
 
     def cohort(self, round: int, clients: Sequence[str], seed: int) -> tuple[str, ...]:
         return tuple(clients)
@@ -38,6 +40,8 @@ class UniformSampler(CohortSampler):
         size: Clients per round, at least 1; at most all of them take part.
         fraction: Or a share of all clients, in (0, 1]; at least one client.
     """
+
+    draws_somebody = True
 
     def __init__(self, size: int | None = None, fraction: float | None = None) -> None:
         if (size is None) == (fraction is None):
@@ -77,6 +81,8 @@ class FixedCohort(CohortSampler):
     Args:
         clients: Their keys.
     """
+
+    draws_somebody = True
 
     def __init__(self, clients: list[str]) -> None:
         if not clients:
