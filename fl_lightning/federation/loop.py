@@ -62,8 +62,7 @@ class FederationLoop:
         gpus_per_worker: GPUs of each of them, in [0, 1]; a fraction shares one.
         address: Of the Ray cluster to use; None starts Ray on this machine.
         memory_budget: MiB of clients' memories (SCAFFOLD's control variates, personal models) to keep in memory, at least 0;
-            those used least recently lie in a temporary folder (TMPDIR). Null keeps all in memory. Writing a checkpoint
-            gathers all of them.
+            those used least recently lie in a temporary folder (TMPDIR). Null keeps all in memory.
         evaluate_every: Evaluate every so many rounds (and before the first and after the last), at least 1.
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.

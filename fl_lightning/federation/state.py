@@ -16,8 +16,8 @@ from tempfile import mkdtemp
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
@@ -25,7 +25,8 @@ from fl_lightning.message import Groups, Tensors
 
 MANIFEST = "manifest.json"
 TENSORS, STATE, INFO = "tensors.safetensors", "state.json", "info.json"
-_FILES = (TENSORS, STATE, INFO)
+SHARD = 2**26  # bytes of tensors in a file of a checkpoint, about
+MEMORY = "memory"  # the part of a state that may be larger than this process' memory: clients' memories
 
 
 class CheckpointError(OSError):
@@ -184,6 +185,8 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
             path += "'"
         tensors[path] = value.detach().cpu().contiguous()
         return {"$tensor": path}
+    if isinstance(value, Spilled):
+        value = value.load()  # once, and not by group
     if isinstance(value, Mapping):
         entries = [[key, flatten(item, tensors, f"{path}/{key}")] for key, item in value.items()]
         # JSON turns integer keys (torch's optimizer states have them) into strings, so pairs are kept.
@@ -224,6 +227,76 @@ def digest(value: Any) -> str:
     return hashlib.sha256(tree + content).hexdigest()
 
 
+class _Shards(dict[str, Tensor]):
+    """Tensors on their way to files: written, and let go of, as soon as there are `SHARD` bytes of them.
+
+    Args:
+        folder: Where the files go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.digests = folder, dict[str, str]()
+        self._names, self._bytes = set[str](), 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(name, value)
+        self._names.add(name)
+        self._bytes += value.nbytes
+        if self._bytes >= SHARD:
+            self.write()
+
+    def write(self) -> None:
+        """Put what there is into the next file."""
+        content, file = save_safetensors(_apart(self)), _shard(len(self.digests))
+        self.digests[file] = _write(self.folder / file, content)
+        self.clear()
+        self._bytes = 0
+
+
+class _Unread(Mapping[str, Any]):
+    """A part of a checkpoint whose entries are read when they are looked at.
+
+    Args:
+        entries: What `flatten` has made of them.
+        tensors: By name, read when looked at.
+    """
+
+    def __init__(self, entries: Sequence[tuple[str, Any]], tensors: Mapping[str, Tensor]) -> None:
+        self._entries, self._tensors = dict(entries), tensors
+
+    def __getitem__(self, key: str) -> Any:
+        return unflatten(self._entries[key], self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of several safetensors files, by name, each read when it is looked at.
+
+    Args:
+        paths: The files.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = {name: file for path in paths for file in [safe_open(path, "pt")] for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name).clone()  # where torch would lay it, and free of the file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
 class CheckpointFolder:
     """Round checkpoints of one run: ``round_00012/`` folders, each whole or not there.
 
@@ -253,25 +326,22 @@ class CheckpointFolder:
         aside = self.folder / f".replaced_{round:05d}"
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(aside, ignore_errors=True)
-        tree, tensors = serialise(state)
-        files = {
-            TENSORS: tensors,
-            STATE: json.dumps(tree).encode(),
-            INFO: json.dumps({**info, "round": round}, indent=2).encode(),
-        }
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        files[MANIFEST] = _manifest(round, digests)
         try:
             beside.mkdir(parents=True)
-            for name, content in files.items():
-                with open(beside / name, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
+            shards = _Shards(beside)
+            tree = flatten(state, shards)
+            if shards or not shards.digests:
+                shards.write()
+            rest = {STATE: json.dumps(tree), INFO: json.dumps({**info, "round": round}, indent=2)}
+            digests = shards.digests | {name: _write(beside / name, text.encode()) for name, text in rest.items()}
+            _write(beside / MANIFEST, _manifest(round, digests))
             if final.exists():  # set aside, so that there is no moment with neither
                 final.rename(aside)
             beside.rename(final)
             _sync(self.folder)
+        except TypeError:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
             kept = self.list()
@@ -294,28 +364,36 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         path: A ``round_*`` folder.
 
     Returns:
-        Its state and its info.
+        Its state and its info. Clients' memories are read, one by one, when they are looked at, for as long as the state is
+        held.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
         ValueError: A file is missing or differs from its checksum.
     """
-    contents = _verified(path, _FILES)
+    files = _verified(path)
     try:
-        state = unflatten(json.loads(contents[STATE]), load_safetensors(contents[TENSORS]))
+        tensors = _Tensors([path / name for name in files if name not in (STATE, INFO)])
+        tree = json.loads((path / STATE).read_bytes())
+        unflatten(tree, dict.fromkeys(tensors, torch.empty(0)))  # every one is there
+        state = {
+            key: _Unread(item["$map"], tensors) if key == MEMORY else unflatten(item, tensors)
+            for key, item in tree["$map"]
+        }
     except Exception as error:
         raise ValueError(f"checkpoint {path} is damaged: its state cannot be read ({error!r})") from error
-    return state, _info(path, contents[INFO])
+    return state, _info(path)
 
 
 def read_info(path: Path) -> dict[str, Any]:
     """The info of a round checkpoint alone; raises as `read_checkpoint` does."""
-    return _info(path, _verified(path, (INFO,))[INFO])
+    _verified(path, only=INFO)
+    return _info(path)
 
 
-def _info(path: Path, content: bytes) -> dict[str, Any]:
+def _info(path: Path) -> dict[str, Any]:
     try:
-        info = json.loads(content)
+        info = json.loads((path / INFO).read_bytes())
         if info["round"] != json.loads((path / MANIFEST).read_bytes())["round"]:
             raise ValueError(f"{MANIFEST} is of another round")
     except Exception as error:
@@ -324,11 +402,25 @@ def _info(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _manifest(round: int, digests: Mapping[str, str]) -> bytes:
-    return json.dumps({"round": round, "sha256": {name: digests[name] for name in _FILES}}, indent=2).encode()
+    return json.dumps({"round": round, "sha256": dict(digests)}, indent=2).encode()
 
 
-def _verified(path: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Contents of a checkpoint's files.
+def _shard(number: int) -> str:
+    """The name of a checkpoint's file of tensors."""
+    return f"tensors_{number:05d}.safetensors" if number else TENSORS
+
+
+def _write(path: Path, content: bytes) -> str:
+    """Write a file that lasts, and return its SHA-256."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
+
+
+def _verified(path: Path, only: str | None = None) -> list[str]:
+    """Names of a checkpoint's files beside the manifest, after a look at all of them, or at one.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -339,20 +431,20 @@ def _verified(path: Path, names: Sequence[str]) -> dict[str, bytes]:
     try:
         written = (path / MANIFEST).read_bytes()
         manifest = json.loads(written)
-        digests = {name: str(manifest["sha256"][name]) for name in _FILES}
+        digests = {name: str(value) for name, value in manifest["sha256"].items()}
+        names = [*map(_shard, range(max(1, len(digests) - 2))), STATE, INFO]
         sound = type(manifest["round"]) is int and written == _manifest(manifest["round"], digests)
     except Exception as error:
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read") from error
-    if not sound:
+    if not sound or list(digests) != names:
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} is not as it was written")
-    contents = {}
-    for name in names:
+    for name in names if only is None else [only]:
         if not (path / name).is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
-        contents[name] = (path / name).read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != digests[name]:
-            raise ValueError(f"checkpoint {path} is damaged: {name} differs from its checksum")
-    return contents
+        with open(path / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digests[name]:
+                raise ValueError(f"checkpoint {path} is damaged: {name} differs from its checksum")
+    return names
 
 
 def _sync(folder: Path) -> None:

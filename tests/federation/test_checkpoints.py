@@ -14,7 +14,8 @@ import torch
 from federation.tiny import same
 
 from fl_lightning.__main__ import main
-from fl_lightning.federation.state import CheckpointError, CheckpointFolder, read_checkpoint, read_info
+from fl_lightning.federation import state as state_module
+from fl_lightning.federation.state import CheckpointError, CheckpointFolder, MemoryStore, read_checkpoint, read_info
 
 ROOT = Path(__file__).parents[2]
 STATE = {"w": torch.arange(4.0), "history": [{"round": 1.0}]}
@@ -76,6 +77,53 @@ def test_the_fuzzer_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> N
     result = module.fuzz(40)
     assert result["accepted_corruptions"] > 10
     assert result["crashes"] > 0
+
+
+# ---- states larger than the memory
+
+
+def test_memories_are_written_and_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "SHARD", 10_000)
+    store, rows = MemoryStore(budget=0), torch.arange(20 * 1000.0).view(20, 1000)
+    for client in range(20):
+        store.commit(f"c{client}", {"own": {"w": rows[client], "n": torch.tensor(client)}})
+    held, write = [], state_module._Shards.write
+
+    def watched(shards: Any) -> None:
+        held.append(sum(value.nbytes for value in shards.values()))
+        write(shards)
+
+    monkeypatch.setattr(state_module._Shards, "write", watched)
+    whole = {"method": STATE, "memory": store.state_dict(), "round": 1}
+    path = CheckpointFolder(tmp_path).save(1, whole, {})
+    assert max(held) <= 10_000 + 4_008  # one client more than fits
+    assert len(held) == 7  # 20 clients, three a file
+    names = [f"tensors_{number:05d}.safetensors" for number in range(1, 7)]
+    assert sorted(p.name for p in path.glob("*.safetensors")) == sorted(["tensors.safetensors", *names])
+    read, _ = read_checkpoint(path)
+    looked, get = [], state_module._Tensors.__getitem__
+
+    def look(tensors: Any, name: str) -> torch.Tensor:
+        looked.append(name)
+        return get(tensors, name)
+
+    monkeypatch.setattr(state_module._Tensors, "__getitem__", look)
+    assert torch.equal(read["memory"]["c7"]["own"]["w"], rows[7])
+    assert looked == ["/memory/c7/own/w", "/memory/c7/own/n"]
+    other = MemoryStore(budget=0)
+    other.load_state_dict(read["memory"])
+    assert same(other.state_dict(), store.state_dict())
+    assert list(read["memory"]) == [f"c{client}" for client in range(20)]  # in their order
+    # A file that is missing or changed places is no checkpoint.
+    first, second = (path / name for name in names[:2])
+    content = first.read_bytes(), second.read_bytes()
+    first.write_bytes(content[1])
+    second.write_bytes(content[0])
+    with pytest.raises(ValueError, match=r"tensors_00001.safetensors differs"):
+        read_checkpoint(path)
+    first.unlink()
+    with pytest.raises(ValueError, match=r"tensors_00001.safetensors is missing"):
+        read_checkpoint(path)
 
 
 # ---- full disks
