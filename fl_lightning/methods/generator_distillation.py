@@ -158,7 +158,7 @@ class GeneratorDistillation(OneShotDistillation):
             return {}
         done = sum(steps[:epoch])
         scale = 0.5 * (1 + math.cos(math.pi * done / whole.steps)) if whole.cosine else 1.0
-        part = Training(steps[epoch], whole.batch_size)
+        part = Training(steps[epoch], whole.batch_size, lr=whole.lr)
         callbacks = (*callbacks, self.student_memory)
         loss = self.train_student(server, images, ("student", epoch), callbacks, part, given, lr_scale=scale)
         return {"server/student_loss": loss}

@@ -112,6 +112,19 @@ def test_a_student_that_learns_nothing_is_the_average(make: Callable[..., Genera
     assert loop.history[-1]["global/acc"] == loop.history[-1]["start/global/acc"]
 
 
+def test_the_students_learning_rate_is_its_own(
+    make: Callable[..., GeneratorDistillation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not that of the clients, whose optimizer this is."""
+    students = []
+    for lr in (0.02, 0.07):
+        loop = small(make(init="fedavg", student=Training(5, 4, cosine=True, lr=lr)), optimizer=sgd(0.5))
+        fits = watched(loop, monkeypatch)
+        assert all(fit.overrides["lr"] == lr for fit, _ in fits if fit.task == "model")
+        students.append(loop.method.student)
+    assert not same(*students)
+
+
 def test_only_the_head_is_trained_where_that_is_asked_for(make: Callable[..., GeneratorDistillation]) -> None:
     loop = small(make(trainable="head"), two_layers)
     loop.fit()
