@@ -58,8 +58,9 @@ class FederationLoop:
         client_loop: "trainer": a client's fit is a fit of Lightning's Trainer; "lean": the same step without the Trainer's
             costs, bit for bit; "auto": lean where callbacks, precision and strategy allow it.
         compile: Run networks through ``torch.compile``: once, not once a client. Numbers change in their last bits.
-        num_workers: Processes of the Ray engine, at least 1. ``time/cpu`` is this process's alone.
-        gpus_per_worker: GPUs of each of them, in [0, 1]; a fraction shares one.
+        num_workers: Workers of the Ray engine, at least 1. ``time/cpu`` is this process's alone.
+        gpus_per_worker: GPUs of each of them, in [0, 1], where a fraction shares one; with several devices, their number.
+        devices_per_worker: Devices that fit a client together in each of them, at least 1; on CPUs these are processes.
         address: Of the Ray cluster to use; None starts Ray on this machine.
         memory_budget: MiB of clients' memories (SCAFFOLD's control variates, personal models) to keep in memory, at least 0;
             those used least recently lie in a temporary folder (TMPDIR). Null keeps all in memory.
@@ -108,6 +109,7 @@ class FederationLoop:
         compile: bool = False,
         num_workers: int = 2,
         gpus_per_worker: float = 0.0,
+        devices_per_worker: int = 1,
         address: str | None = None,
         memory_budget: float | None = None,
         evaluate_every: int = 1,
@@ -157,6 +159,7 @@ class FederationLoop:
         self.flops = FlopCount() if count_flops else None
         self.vectorized_clients = vectorized_clients
         self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
+        self.devices_per_worker = devices_per_worker
         self.memory_budget = memory_budget
         if client_loop not in ("auto", "trainer", "lean"):
             raise ValueError(f"federation.client_loop is {client_loop!r}; allowed: 'auto', 'trainer', 'lean'")
@@ -226,6 +229,7 @@ class FederationLoop:
                 trainer,
                 self.num_workers,
                 self.gpus_per_worker,
+                self.devices_per_worker,
                 self.address,
                 self.guard,
             )

@@ -1,7 +1,8 @@
-"""The same configuration gives the same bits: twice in a row, in a fresh process, by either client loop, after a resume.
+"""The same configuration gives the same bits: twice in a row, in a fresh process, by either client loop, after a resume, and
+on workers of Ray, however many.
 
 One matrix over every configuration in ``configs/``, on few clients and few steps; FedNSAM by default, all by name
-(``pytest -m slow tests/cli/test_determinism.py``).
+(``pytest -m "slow or not slow" tests/cli/test_determinism.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import csv
 import json
 import multiprocessing
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +93,12 @@ def process() -> Any:
         yield pool
 
 
-@pytest.mark.parametrize(
+ALL = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "fednsam" else pytest.mark.slow) for name in NAMES]
 )
+
+
+@ALL
 def test_the_same_configuration_gives_the_same_bits(name: str, tmp_path: Path, process: Any) -> None:
     first = fit(name, tmp_path / "first")
     assert fit(name, tmp_path / "again") == first
@@ -103,3 +109,42 @@ def test_the_same_configuration_gives_the_same_bits(name: str, tmp_path: Path, p
     *before, _ = CheckpointFolder(run / "checkpoints").list()
     if before:  # not of a single round
         assert fit(name, tmp_path / "resumed", "--ckpt_path", str(before[-1])) == first
+
+
+@ALL
+def test_any_number_of_workers_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Behind the stand-in for Ray, in this process."""
+    pytest.importorskip("ray")
+    from federation.test_ray import Copying
+
+    from fl_lightning.federation.engines.ray import RayEngine
+
+    serial, made, used = fit(name, tmp_path / "serial"), RayEngine.__init__, []
+
+    def make(engine: RayEngine, *args: Any, **options: Any) -> None:
+        made(engine, *args, **options)
+        engine.ray = Copying()
+        used.append(engine.ray)
+
+    monkeypatch.setattr(RayEngine, "__init__", make)
+    for workers in (1, 2, 3):
+        more = ("--federation.engine=ray", f"--federation.num_workers={workers}")
+        assert fit(name, tmp_path / str(workers), *more) == serial
+        assert used[-1].order
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    """Ray, started once."""
+    ray = pytest.importorskip("ray")
+    variables = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", runtime_env={"env_vars": variables})
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_processes_of_ray_give_the_same_bits(name: str, tmp_path: Path, cluster: Any) -> None:
+    serial = fit(name, tmp_path / "serial")
+    assert fit(name, tmp_path / "ray", "--federation.engine=ray", "--federation.num_workers=2") == serial

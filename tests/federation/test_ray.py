@@ -62,6 +62,9 @@ class Copying:
     def is_initialized(self) -> bool:
         return True
 
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 3.0}
+
     def put(self, value: Any) -> Any:
         self.puts.append(value)
         return Reference(value)
@@ -391,14 +394,21 @@ def test_a_weight_that_examples_do_not_tell_is_refused() -> None:
     ("options", "text"),
     [
         ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
-        ({"gpus_per_worker": 2}, r"gpus_per_worker is 2; it must be in \[0, 1\]"),
+        ({"gpus_per_worker": 2}, r"gpus_per_worker is 2; it must be in \[0, 1\], or federation.devices_per_worker"),
+        ({"devices_per_worker": 0}, "devices_per_worker is 0; it must be at least 1"),
+        ({"gpus_per_worker": 1, "devices_per_worker": 2}, "for 2 devices a worker it must be 2, or 0 for CPUs"),
         ({"gpus_per_worker": 0.5}, "gpus_per_worker is 0.5, and trainer.accelerator trains on cpu"),
-        ({"trainer": {"devices": 2, "strategy": "ddp"}}, "fits a client on one device; trainer's make 2"),
+        ({"trainer": {"devices": 2, "strategy": "ddp"}}, "devices make 2 processes of the server; .* it has one"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         federation(FedAvg(rounds=1), engine="ray", **options)
+
+
+def test_a_cluster_that_is_too_small_is_named() -> None:
+    with pytest.raises(ValueError, match="num_workers is 2, which takes 4 CPUs; Ray has 3"):
+        run(lambda: FedAvg(rounds=1), 2, Copying(), devices_per_worker=2)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +440,21 @@ def test_data_travel_as_their_arguments() -> None:
 # ---- Ray itself
 
 
+@pytest.mark.slow
+def test_two_devices_fit_a_client_together(tmp_path: Path) -> None:
+    """In processes of a worker of a Ray of its own; one of them dies in round 2, and both are replaced."""
+    (tmp_path / "calm").touch()
+    make = partial(Trouble, 3, ("3", 2, "dies"))
+    serial = run(lambda: make(marker=str(tmp_path / "calm")), 0)
+    loop = run(lambda: make(marker=str(tmp_path / "died")), 1, ray, devices_per_worker=2)
+    for name, value in loop.method.state_dict()["parameters"].items():
+        torch.testing.assert_close(value, serial.method.state_dict()["parameters"][name], rtol=0, atol=1e-9)
+    assert loop.engine.deaths == 1  # type: ignore[attr-defined]
+    assert [row["client/loss"] for row in loop.history[1:]] == pytest.approx(
+        [row["client/loss"] for row in serial.history[1:]], abs=1e-6
+    )
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Any]]:
     """Three workers of a Ray that this module starts once."""
@@ -446,7 +471,7 @@ def workers() -> Iterator[list[Any]]:
 def free(workers: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Workers that a run takes in place of new ones."""
     taken = list(workers)
-    monkeypatch.setattr(engine.RayEngine, "_actor", lambda self: taken.pop())
+    monkeypatch.setattr(engine.RayEngine, "_worker", lambda self: taken.pop())
     monkeypatch.setattr(engine.RayEngine, "close", lambda self: None)
     return taken
 

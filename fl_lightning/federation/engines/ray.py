@@ -1,9 +1,10 @@
 """Client work in long-lived processes of Ray, on this machine or a cluster, with the serial engine's bits.
 
-Every worker holds the program's tasks, the data and, where it has one, its GPU for the whole run. The work items are blocks
-of clients, those that the serial engine adds up too, and a worker sends back a block's sum and not its replies. Where there
-are too few blocks to keep everybody busy, or somebody wants to see each reply, the items are single clients, and their
-replies are added up here in the order of the cohort. Either way the additions are those of the serial engine, in its order.
+Every worker holds the program's tasks, the data and, where it has some, its GPUs for the whole run. A worker is a process,
+or one for each of the devices that fit a client together (`_Group`). The work items are blocks of clients, those that the
+serial engine adds up too, and a worker sends back a block's sum and not its replies. Where there are too few blocks to keep
+everybody busy, or somebody wants to see each reply, the items are single clients, and their replies are added up here in the
+order of the cohort. Either way the additions are those of the serial engine, in its order.
 
 Every worker has a guard of its own, which asks and checks as the serial engine's would. Its failures come back with the
 work, and the run's guard takes them over.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,11 +120,41 @@ class Ended:
         return error
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which of a worker's processes one is, and where they meet.
+
+    Attributes:
+        rank: From 0.
+        address: Of the machine that they are all on.
+        port: That is free there.
+        gpus: Of all of them, by number; empty for CPUs.
+    """
+
+    rank: int
+    address: str
+    port: int
+    gpus: tuple[str, ...]
+
+    def take(self) -> None:
+        """Be there: what Lightning looks at when a Trainer is built. CUDA must not have been used before."""
+        os.environ |= {
+            "LOCAL_RANK": str(self.rank),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+        if self.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+
+
 class Worker:
     """The other side: a serial engine that is handed clients."""
 
-    def use(self, settings: Settings) -> None:
+    def use(self, settings: Settings, place: Place | None = None) -> None:
         """Be what the settings say."""
+        if place is not None:
+            place.take()
         torch.set_num_threads(settings.num_threads)
         participant = Participant(
             settings.program.tasks(settings.model),
@@ -184,6 +216,48 @@ class Worker:
         self.at = client
 
 
+class _Group:
+    """A worker: actors that do the same work, each on a device of its own, under a strategy of Lightning's. One is the rule.
+
+    Args:
+        ray: The library.
+        actors: By rank.
+        pack: The placement group that keeps several on one machine.
+    """
+
+    def __init__(self, ray: Any, actors: Sequence[Any], pack: Any = None) -> None:
+        self.ray, self.actors, self.pack = ray, actors, pack
+
+    def use(self, settings: Any) -> Any:
+        """Get ready. Returns a reference to what it came to; calls are carried out in their order."""
+        if len(self.actors) == 1:
+            return self.actors[0].use.remote(settings)
+        found = self.ray.get([actor.where.remote() for actor in self.actors])
+        (address, port, _), gpus = found[0], tuple(gpu for _, _, own in found for gpu in own)
+        places = [Place(rank, address, port, gpus) for rank in range(len(found))]
+        return self._all(a.use.remote(settings, place) for a, place in zip(self.actors, places, strict=True))
+
+    def work(self, name: str, shared: Any, item: Item) -> tuple[Any, Any]:
+        """Call a method of all. Returns references to what ended it, and to the first one's result."""
+        calls = [actor.work.options(num_returns=2).remote(name, shared, item) for actor in self.actors]
+        first, result = calls[0]
+        return first if len(calls) == 1 else self._all(status for status, _ in calls), result
+
+    def _all(self, statuses: Iterator[Any]) -> Any:
+        """One reference to what ended several calls; fails where the process of one died."""
+        return self.ray.remote(num_cpus=0)(_first).remote(*statuses)
+
+    def kill(self) -> None:
+        for actor in self.actors:
+            self.ray.kill(actor)
+        if self.pack is not None:
+            self.ray.util.remove_placement_group(self.pack)
+
+
+def _first(*endings: Ended | None) -> Ended | None:
+    return next((ended for ended in endings if ended is not None), None)
+
+
 class RayEngine(SerialEngine):
     """Runs a cohort on workers.
 
@@ -195,8 +269,10 @@ class RayEngine(SerialEngine):
         program: Of the clients.
         model: The built model.
         trainer: Keyword arguments of a Trainer.
-        num_workers: Processes, at least 1.
-        gpus_per_worker: GPUs of each, in [0, 1]; a fraction shares one.
+        num_workers: At least 1.
+        gpus_per_worker: GPUs of each, in [0, 1], where a fraction shares one; with several devices, their number, or 0.
+        devices_per_worker: Devices that fit a client together, at least 1: processes on one machine, by ``trainer.strategy``
+            (default ddp).
         address: Of a running cluster; None starts Ray on this machine.
         guard: Of the run. Workers have guards like it; by default one that ends the run at a failure.
 
@@ -214,16 +290,29 @@ class RayEngine(SerialEngine):
         trainer: Mapping[str, Any],
         num_workers: int = 2,
         gpus_per_worker: float = 0.0,
+        devices_per_worker: int = 1,
         address: str | None = None,
         guard: Guard | None = None,
     ) -> None:
         super().__init__(participant, data, memory, guard)
         if num_workers < 1:
             raise ValueError(f"federation.num_workers is {num_workers}; it must be at least 1")
-        if not 0 <= gpus_per_worker <= 1:
-            raise ValueError(f"federation.gpus_per_worker is {gpus_per_worker}; it must be in [0, 1]")
+        if devices_per_worker < 1:
+            raise ValueError(f"federation.devices_per_worker is {devices_per_worker}; it must be at least 1")
+        if devices_per_worker == 1 and not 0 <= gpus_per_worker <= 1:
+            raise ValueError(
+                f"federation.gpus_per_worker is {gpus_per_worker}; it must be in [0, 1], or federation.devices_per_worker"
+            )
+        if devices_per_worker > 1 and gpus_per_worker not in (0, devices_per_worker):
+            raise ValueError(
+                f"federation.gpus_per_worker is {gpus_per_worker}; for {devices_per_worker} devices a worker it must be "
+                f"{devices_per_worker}, or 0 for CPUs"
+            )
         if (devices := participant.trainer.world_size) > 1:
-            raise ValueError(f"federation.engine 'ray' fits a client on one device; trainer's make {devices}")
+            raise ValueError(
+                f"trainer's devices make {devices} processes of the server; with federation.engine 'ray' it has one, and "
+                "federation.devices_per_worker says how many fit a client"
+            )
         device = participant.trainer.strategy.root_device.type
         if (device == "cuda") != (gpus_per_worker > 0):
             raise ValueError(
@@ -236,11 +325,18 @@ class RayEngine(SerialEngine):
             raise ValueError("federation.engine 'ray' needs Ray: pip install 'fl_lightning[ray]'") from error
         self.ray: Any = ray
         self.num_workers, self.gpus_per_worker, self.address = num_workers, gpus_per_worker, address
+        self.devices_per_worker = devices_per_worker
+        strategy = trainer.get("strategy", "auto")
         self.settings = Settings(
             program,
             model,
             data,
-            {**trainer, "devices": 1, "logger": False},
+            {
+                **trainer,
+                "devices": devices_per_worker,
+                "strategy": "ddp" if devices_per_worker > 1 and strategy == "auto" else strategy,
+                "logger": False,
+            },
             participant.batch_size,
             participant.seed,
             participant.eval_batch_size,
@@ -249,7 +345,7 @@ class RayEngine(SerialEngine):
             self.guard.policy,
             self.guard.max_bytes,
         )
-        self.workers: list[Any] = []
+        self.workers: list[_Group] = []
         self.deaths = 0  # of workers so far
         self._started = False
 
@@ -308,7 +404,7 @@ class RayEngine(SerialEngine):
 
     def close(self) -> None:
         for worker in self.workers:
-            self.ray.kill(worker)
+            worker.kill()
         self.workers = []
         if self._started:
             self.ray.shutdown()
@@ -319,7 +415,7 @@ class RayEngine(SerialEngine):
     def _start(self) -> None:
         """Start Ray, unless it runs, and the workers."""
         if not self.ray.is_initialized():
-            options = {"num_cpus": self.num_workers} if self.address is None else {}
+            options = {"num_cpus": self.num_workers * self.devices_per_worker} if self.address is None else {}
             paths = os.pathsep.join(path for path in sys.path if path)
             # Workers find the modules that this process does, and yield to others no more than it does (Ray's default is a
             # niceness of 15); Ray sends no statistics of its use.
@@ -328,16 +424,30 @@ class RayEngine(SerialEngine):
                     address=self.address or "local", include_dashboard=False, logging_level="error", **options
                 )
             self._started = True
+        there = self.ray.cluster_resources()
+        for name, each in (("CPU", self.devices_per_worker), ("GPU", self.gpus_per_worker)):
+            needed, given = self.num_workers * each, there.get(name, 0.0)
+            if needed > given:  # Ray would wait for more machines
+                raise ValueError(
+                    f"federation.num_workers is {self.num_workers}, which takes {needed:g} {name}s; Ray has {given:g}"
+                )
         _send_arrays()
         self._settings = self.ray.put(self.settings)
-        self.workers = [self._actor() for _ in range(self.num_workers)]
-        self.ray.get([self._ready(worker) for worker in self.workers])  # raises what a worker could not do
+        self.workers = [self._worker() for _ in range(self.num_workers)]
+        self.ray.get([worker.use(self._settings) for worker in self.workers])  # raises what a worker could not do
 
-    def _actor(self) -> Any:
-        return self.ray.remote(num_cpus=1, num_gpus=self.gpus_per_worker)(_Actor).remote()
+    def _worker(self) -> _Group:
+        count, gpus = self.devices_per_worker, self.gpus_per_worker / self.devices_per_worker
+        if count == 1:
+            return _Group(self.ray, [self.ray.remote(num_cpus=1, num_gpus=gpus)(_Actor).remote()])
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def _ready(self, worker: Any) -> Any:
-        return worker.use.remote(self._settings)
+        pack = self.ray.util.placement_group(
+            [{"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}] * count, "STRICT_PACK"
+        )
+        place = PlacementGroupSchedulingStrategy(pack)
+        kind = self.ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy=place)(_Actor)
+        return _Group(self.ray, [kind.remote() for _ in range(count)], pack)
 
     def _results(self, name: str, work: Work, items: Sequence[Item], progress: Callable[[str], None]) -> Iterator[Any]:
         """Results of all items in their order, whoever does them when; the longest go first.
@@ -352,7 +462,7 @@ class RayEngine(SerialEngine):
             self._start()
         shared = self.ray.put(work)
         waiting = sorted(range(len(items)), key=lambda at: -self._cost(items[at]))
-        idle, running = list(self.workers), dict[Any, tuple[int, Any, Any]]()
+        idle, running = list(self.workers), dict[Any, tuple[int, _Group, Any]]()
         ready, deaths, told = dict[int, tuple[Ended | None, Any]](), dict.fromkeys(waiting, 0), set[str]()
 
         def again(at: int, error: Exception) -> None:
@@ -385,7 +495,7 @@ class RayEngine(SerialEngine):
                     for client in items[at].memories.keys() - told:
                         progress(client)
                     told |= items[at].memories.keys()
-                    status, result = worker.work.options(num_returns=2).remote(name, shared, items[at])
+                    status, result = worker.work(name, shared, items[at])
                     running[status] = at, worker, result
                 (status,), _ = self.ray.wait(list(running), num_returns=1)
                 at, worker, result = running.pop(status)
@@ -402,10 +512,12 @@ class RayEngine(SerialEngine):
             if running:  # given up in the middle: nobody waits for what these do
                 self.close()
 
-    def _replace(self, worker: Any) -> Any:
+    def _replace(self, worker: _Group) -> _Group:
         self.deaths += 1
-        new = self._actor()
-        self._ready(new)  # calls are carried out in their order
+        if worker.pack is not None:
+            worker.kill()  # the others wait for the one that died
+        new = self._worker()
+        new.use(self._settings)
         self.workers[self.workers.index(worker)] = new
         return new
 
@@ -423,6 +535,14 @@ class _Actor(Worker):
     def __init__(self) -> None:
         _send_arrays()
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # each would tell what devices there are
+
+    def where(self) -> tuple[str, int, list[str]]:
+        """The machine's address, a port that is free there, and the numbers of the GPUs that are this process's."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1], [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def _schema(group: Group) -> Group:
