@@ -423,7 +423,8 @@ def difference(after: Tensors, before: Tensors) -> dict[str, Tensor]:
 
 def square_norm(tensors: Tensors) -> float:
     """Squared Euclidean norm over all tensors together, in float64."""
-    return sum(float(value.detach().double().pow(2).sum()) for value in tensors.values())
+    wide = [value.detach().double().flatten() for value in tensors.values()]
+    return sum(float(value.dot(value)) for value in wide)
 
 
 def client_drift(total: Reduced, update: Tensors, average: Tensors) -> float:
