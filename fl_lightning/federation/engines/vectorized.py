@@ -193,7 +193,8 @@ class VectorizedEngine(SerialEngine):
         task = self.participant.tasks[fits[0].task]
         reason = lean.obstacle(self.participant.trainer, task, [c for fit in fits for c in fit.callbacks])
         modules = list(task.modules())
-        columns = {name for fit in fits for name in fit.data.extras(torch.tensor([0]))}
+        first = torch.tensor([0])
+        columns = {name for fit in fits for name in fit.data.extras(first)}
         if reason is not None:
             reason = f"a fit needs Lightning's Trainer because {reason}"
         elif watching := [c for fit in fits for c in fit.callbacks]:
