@@ -1,9 +1,11 @@
-"""Peak resident memory against the number of clients and of rounds, on invented images that nobody keeps.
+"""Peak resident memory against the number of clients and of rounds, on invented images that nobody keeps, or on a set in the
+format of MNIST (``--idx``).
 
 Every run is a process of its own: 60,000 images in all, a cohort of 100 (of which every client takes two steps), FedAvg, the
 default MLP, an evaluation before the first and after the last round.
 
     python benchmarks/memory.py
+    python benchmarks/memory.py --idx /usr/share/datasets/fashion-mnist
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 
 from fl_lightning.cli import quiet
 from fl_lightning.data.datamodule import FederatedDataModule
-from fl_lightning.data.sources import FakeImages
+from fl_lightning.data.sources import IDX, FakeImages, Source
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.sampling import UniformSampler
 from fl_lightning.methods import FedAvg
@@ -31,11 +33,12 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def run(clients: int, rounds: int) -> dict[str, float]:
-    """Peaks when everything is set up and at the end."""
+def run(clients: int, rounds: int, idx: str | None) -> dict[str, float]:
+    """Peaks when everything is set up and at the end; of the images in the folder ``idx``, or invented ones."""
     quiet()
     loop = FederationLoop(sampler=UniformSampler(size=COHORT), progress=False, validate=False, evaluate_every=rounds)
-    source = FakeImages(image_size=28, channels=1, train_per_class=IMAGES // 10, test_per_class=100)
+    source: Source = FakeImages(image_size=28, channels=1, train_per_class=IMAGES // 10, test_per_class=100)
+    source = source if idx is None else IDX(idx)
     data = FederatedDataModule(source, num_clients=clients, batch_size=10, val_fraction=0.0)
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": -1, "max_steps": 2}
     loop.assemble(FedAvg(rounds), ClassificationTask(), data, trainer, 0)
@@ -47,13 +50,15 @@ def run(clients: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", type=int, nargs=2, metavar=("CLIENTS", "ROUNDS"), help="one run, in this process")
+    parser.add_argument("--idx", metavar="FOLDER", help="folder with images in the format of MNIST")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run(*options.one)))
+        print(json.dumps(run(*options.one, options.idx)))
         return
     found = []
     for clients, rounds in RUNS:
         command = [sys.executable, __file__, "--one", str(clients), str(rounds)]
+        command += [] if options.idx is None else ["--idx", options.idx]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], flush=True)

@@ -149,7 +149,7 @@ def _checksum(blob: bytes) -> bytes:
 
 
 def _detached(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)
+    return value.detach().clone() if value.is_cpu else value.detach().cpu()
 
 
 def _share(message: Message, groups: Groups) -> Message:

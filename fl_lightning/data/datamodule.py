@@ -290,10 +290,10 @@ class FederatedDataModule(lightning.LightningDataModule):
     def _share(self, split: str, client: str) -> Examples:
         self.setup()
         examples, division = self._divided[split]
-        if client not in division.indices:
+        if (indices := division.indices.get(client)) is None:
             keys = f"keys go from '0' to '{self.num_clients - 1}'" if self.num_clients else "num_clients is 0"
             raise ValueError(f"unknown client {client!r}; {keys}")
-        return examples.select(division.indices[client])
+        return examples.select(indices)
 
     @staticmethod
     def _of_base(info: DataInfo, examples: Examples) -> Examples:

@@ -41,7 +41,7 @@ class Examples(ABC):
 
     def select(self, indices: Tensor | Sequence[int] | np.ndarray) -> Examples:
         """A view of some examples, in the given order; nothing is copied but the index list."""
-        return View(self, torch.as_tensor(np.asarray(indices), dtype=torch.int64))
+        return View(self, torch.from_numpy(np.asarray(indices, dtype=np.int64)))
 
     def of_classes(self, classes: Sequence[int]) -> Examples:
         """A view of the examples whose label is in ``classes``."""
@@ -82,10 +82,9 @@ class View(Examples):
 
     def __init__(self, source: Examples, indices: Tensor) -> None:
         self.augmentation = source.augmentation
+        self.source, self.indices = source, indices
         if isinstance(source, View):
-            indices = source.indices[indices]
-        self.source = source.source if isinstance(source, View) else source
-        self.indices = indices
+            self.source, self.indices = source.source, source.indices[indices]
         self._plain = type(self.source).extras is Examples.extras  # there are none to look for, at every batch
 
     @cached_property

@@ -197,7 +197,7 @@ def faults(tensors: Tensors, like: Tensors | None) -> list[str]:
 
 def finite(value: Tensor) -> bool:
     """Whether all numbers are finite. A sum shows it at a fraction of the cost, unless it overflows."""
-    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
+    return math.isfinite(value.sum().item()) or bool(value.isfinite().all())
 
 
 def fits(shape: Sequence[int], like: Sequence[int]) -> bool:

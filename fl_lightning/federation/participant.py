@@ -286,8 +286,8 @@ class Participant:
         if trainer.world_size > 1:
             task.loss_sum = trainer.strategy.reduce(task.loss_sum, reduce_op="mean")
         return Result(
-            params={name: p.detach().to("cpu", copy=True) for name, p in task.trainable().items()},
-            buffers={name: b.detach().to("cpu", copy=True) for name, b in task.persistent_buffers().items()},
+            params={name: _kept(p) for name, p in task.trainable().items()},
+            buffers={name: _kept(b) for name, b in task.persistent_buffers().items()},
             num_steps=num_steps,
             lr_sum=task.lr_sum,
             metrics=task.fit_metrics(),
@@ -383,12 +383,17 @@ class Participant:
         return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone())
 
 
+def _kept(value: Tensor) -> Tensor:
+    """A copy on the CPU, of the task's own tensor."""
+    return value.detach().clone() if value.is_cpu else value.detach().cpu()
+
+
 def _outcome(optimizer: Any) -> dict[str, dict[str, Tensor]]:
     """What the rule hands back from its last step."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
     groups = optimizer.rule.outcome(optimizer.carry)
-    return {g: {n: value.detach().to("cpu", copy=True) for n, value in t.items()} for g, t in groups.items()}
+    return {g: {n: _kept(value) for n, value in t.items()} for g, t in groups.items()}
 
 
 def check(fit: Fit) -> None:

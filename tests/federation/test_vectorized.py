@@ -12,9 +12,12 @@ from federation.tiny import federation, normalised, numbers, sgd
 from lightning.pytorch import Callback
 from methods.test_flat_family import FAMILY
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fl_lightning.data.augmentation import HorizontalFlip
 from fl_lightning.data.examples import Annotated, Examples
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.engines.vectorized import Gradients, direct
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.sampling import UniformSampler
 from fl_lightning.message import Message
@@ -215,3 +218,72 @@ def test_wrong_arguments() -> None:
         federation(FedAvg(rounds=1), engine="fast")
     with pytest.raises(ValueError, match=r"federation.vectorized_clients is 0; it must be at least 1"):
         federation(FedAvg(rounds=1), engine="vectorized", vectorized_clients=0)
+
+
+class Biased(nn.Module):
+    """A layer with a fixed tensor beside it."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, num_classes)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs.flatten(1) * self.scale) + self.layer(inputs.flatten(1)).square()
+
+
+def test_gradients_written_down_are_each_clients_own_and_see_the_tasks_tensors_as_they_are() -> None:
+    task = ClassificationTask(Biased)
+    task.network = Biased((1, 2, 2), 3)
+    draw = torch.Generator().manual_seed(1)
+    inputs, labels = torch.rand(5, 6, 1, 2, 2, generator=draw), torch.randint(0, 3, (5, 6), generator=draw)
+    mask = torch.ones(5, 6)
+    mask[2, 4:] = 0
+    params = {n: torch.randn(5, *p.shape, generator=draw) for n, p in task.trainable().items()}
+    gradients = Gradients(task)
+    for scale in (2.0, 3.0):
+        task.network.scale.fill_(scale)
+        *found, losses = gradients.of(params, inputs, labels, mask)(inputs, labels, mask, *params.values())
+        assert len(gradients.known) == 1
+        for k in range(5):
+            task.load({n: stack[k] for n, stack in params.items()})
+            own = mask[k].bool()
+            loss = nn.functional.cross_entropy(task.logits(inputs[k][own]), labels[k][own])
+            for ours, theirs in zip(found, torch.autograd.grad(loss, list(task.parameters())), strict=True):
+                torch.testing.assert_close(ours[k], theirs)
+            torch.testing.assert_close(losses[k], loss)
+
+
+def test_a_shorter_list_of_operations_gives_the_same_and_one_that_writes_is_left_alone() -> None:
+    def plain(x: Tensor) -> Tensor:
+        same = x.view(x.shape).expand(x.shape)
+        return (same.sin() + x.sin()) @ same.transpose(0, 1).transpose(0, 1).mT
+
+    def writing(x: Tensor) -> Tensor:
+        first, second = x.clone(), x.clone()
+        return first.add_(1) + second
+
+    x = torch.rand(3, 3)
+    graph = make_fx(plain)(x)
+    before = len(graph.graph.nodes)
+    assert torch.equal(direct(graph)(x), plain(x))
+    assert len(graph.graph.nodes) < before - 4  # two views, two swaps and a sine
+    assert torch.equal(direct(make_fx(writing)(x))(x), writing(x))
+
+
+def test_a_reply_is_taken_in_before_the_next_one_is_made() -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Made(AveragingClient):
+        def upload(self, client: Client, *arguments: Any) -> dict:
+            seen.append(("made", client.key))
+            return {}
+
+    class Taken(FederationCallback):
+        def on_reply(self, loop: FederationLoop, reply: Any) -> None:
+            seen.append(("taken", reply.message.sender))
+
+    loop = federation(FedAvg(rounds=1), SIZES, engine="vectorized", callbacks=[Taken()])
+    loop.program = Made()
+    loop.fit()
+    assert seen == [(what, key) for key in loop.info.clients for what in ("made", "taken")]

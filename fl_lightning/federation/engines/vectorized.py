@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.func import functional_call, grad_and_value, vmap
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
@@ -38,7 +45,9 @@ from fl_lightning.tasks.base import Batch, FederatedTask
 
 # Optimizers that treat every element by itself, so that a stack of clients' parameters is as good as each alone.
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad)
-
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default)
+_SWAP = torch.ops.aten.transpose.int
+_MOST_KINDS = 16  # kinds of inputs whose gradients are kept as lists of operations
 
 # What a fit alone calls and stacked fits do not.
 _NOT_CALLED = (
@@ -95,7 +104,10 @@ class VectorizedEngine(SerialEngine):
         super().__init__(participant, data, memory, guard)
         if chunk < 1:
             raise ValueError(f"federation.vectorized_clients is {chunk}; it must be at least 1")
-        self.chunk = chunk
+        self.chunk, self.gradients = chunk, dict[str, Gradients]()
+        # The C library then keeps what a round has freed for the next one: pages that are new from the system cost more than
+        # the arithmetic on them. It does so up to twice the size of the largest block ever freed, 32 MiB at most.
+        torch.empty(31 * 2**20, dtype=torch.uint8)
         trainer = participant.trainer
         reasons = {
             f"trainer.precision is {trainer.precision}; it must be 32-true": trainer.precision == "32-true",
@@ -124,33 +136,39 @@ class VectorizedEngine(SerialEngine):
                 progress(key)
                 received.append(addressed_part(message, addressed(key)))
             # A chunk is taken out of the journal as a whole: another stack could round differently.
-            replies: Sequence[Reply | None] = self.recalled(keys) or [None] * len(keys)
-            try:
-                if replies[0] is None:
-                    replies = self._together(program, keys, received)
-            except Exception as error:
-                if self.guard.policy == "raise":
-                    raise
-                print(f"stacked fits failed ({error}); their clients train one by one", file=sys.stderr)
-            for key, message_in, reply in zip(keys, received, replies, strict=True):
+            recalled = self.recalled(keys)
+            stacked = self._together(program, keys, received) if recalled is None else iter(recalled)
+            for key, message_in in zip(keys, received, strict=True):
+                try:
+                    reply = next(stacked, None)  # what has failed has come to its end
+                except Exception as error:
+                    if self.guard.policy == "raise":
+                        raise
+                    print(f"stacked fits failed ({error}); clients from {key} on train one by one", file=sys.stderr)
+                    reply = None
                 alone = partial(self.reply, program, message_in, key)
                 ready = alone if reply is None else partial(_given, reply)
                 yield self.guard.ask(key, ready, alone), message_in
 
-    def _together(self, program: ClientProgram, keys: Sequence[str], received: Sequence[Message]) -> list[Reply | None]:
-        """The replies of a chunk of clients."""
+    def _together(self, program: ClientProgram, keys: Sequence[str], received: Sequence[Message]) -> Iterator[Reply]:
+        """The replies of a chunk of clients, in order. Each is made when it is asked for, and is checked and added up before
+        the next one: so a client's tensors are looked at while they are in the caches."""
         turns = [
             Turn(key, program.update(self.client(key, message.round), message))
             for key, message in zip(keys, received, strict=True)
         ]
-        for turn in turns:
-            turn.advance(None)
-        while any(turn.request is not None for turn in turns):
-            self._step(program, received[0].round, [turn for turn in turns if turn.request is not None])
-        return [turn.reply for turn in turns]
+        waiting = deque(turns)
+        results: Iterator[tuple[Turn, Result | None]] = iter([(turn, None) for turn in turns])
+        while waiting:
+            for turn, result in results:
+                turn.advance(result)
+                while waiting and (reply := waiting[0].reply) is not None:
+                    waiting.popleft().reply = None
+                    yield reply
+            results = self._results(program, received[0].round, [turn for turn in turns if turn.request is not None])
 
-    def _step(self, program: ClientProgram, round: int, turns: list[Turn]) -> None:
-        """One request of every client."""
+    def _results(self, program: ClientProgram, round: int, turns: list[Turn]) -> Iterator[tuple[Turn, Result | None]]:
+        """What one request of every client comes to."""
         groups: dict[Any, list[Turn]] = {}
         for turn in turns:
             if isinstance(turn.request, Fit):
@@ -161,11 +179,12 @@ class VectorizedEngine(SerialEngine):
                     "fits leave nothing there; use federation.engine serial"
                 )
             else:
-                turn.advance(self.participant.execute(turn.request, round, turn.key))
+                yield turn, self.participant.execute(turn.request, round, turn.key)
         for members in groups.values():
             self._check(program, [turn.request for turn in members])
-            for turn, result in zip(members, self._fit(round, members), strict=True):
-                turn.advance(result)
+            results = self._fit(round, members)
+            with threads(1):  # what is left to do is small, client by client: threads would wait for each other
+                yield from zip(members, results, strict=True)
 
     def _check(self, program: ClientProgram, fits: Sequence[Fit]) -> None:
         """Refuse by name what would differ from fits alone; all of one task."""
@@ -174,7 +193,8 @@ class VectorizedEngine(SerialEngine):
         task = self.participant.tasks[fits[0].task]
         reason = lean.obstacle(self.participant.trainer, task, [c for fit in fits for c in fit.callbacks])
         modules = list(task.modules())
-        columns = {name for fit in fits for name in fit.data.extras(torch.tensor([0]))}
+        first = torch.tensor([0])
+        columns = {name for fit in fits for name in fit.data.extras(first)}
         if reason is not None:
             reason = f"a fit needs Lightning's Trainer because {reason}"
         elif watching := [c for fit in fits for c in fit.callbacks]:
@@ -221,7 +241,9 @@ class VectorizedEngine(SerialEngine):
         constants = each(lambda _, s, g: rule.constants(s, g))(clients, start, given)
         carry = each(lambda _, s, g: rule.initial_carry(s))(clients, start, given)
         schedule = Schedule(worker, round, turns, device)
-        step = VectorizedStep(task, rule, worker.trainer.gradient_clip_val, worker.trainer.gradient_clip_algorithm)
+        if (gradients := self.gradients.get(fits[0].task)) is None or gradients.task is not task:
+            gradients = self.gradients[fits[0].task] = Gradients(task)
+        step = VectorizedStep(gradients, rule, worker.trainer.gradient_clip_val, worker.trainer.gradient_clip_algorithm)
         steps, losses, calls, rates = schedule.steps, [], [0], [0.0]
         for number, (inputs, labels, mask) in enumerate(schedule):
             idle = [k for k in range(count) if steps[k] <= number]
@@ -229,7 +251,9 @@ class VectorizedEngine(SerialEngine):
             direction, moved, loss, taken = step(params, inputs, labels, mask, constants, carry, number)
             for n, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True):
                 parameter.grad = direction[n].detach()
+            del direction
             optimizer.step()
+            optimizer.zero_grad()  # its memory is the next gradient's
             for n, rows in before.items():
                 params[n][idle] = rows  # one who has finished computes on, to no effect
             carry = _where(torch.tensor([number < s for s in steps], device=device), moved, carry) if idle else moved
@@ -277,14 +301,15 @@ class VectorizedStep:
     """The direction of one step for all clients, by the rule that a client alone would follow.
 
     Args:
-        task: Gives the losses of examples.
+        gradients: Of all clients.
         rule: How the direction comes from gradients.
         clip: ``gradient_clip_val`` of the trainer; acts on every gradient, each client's by itself.
         algorithm: ``gradient_clip_algorithm`` of the trainer.
     """
 
-    def __init__(self, task: FederatedTask, rule: LocalRule, clip: float | None, algorithm: str | None) -> None:
-        self.losses, self.rule, self.clip = _Losses(task), rule, clip or 0.0
+    def __init__(self, gradients: Gradients, rule: LocalRule, clip: float | None, algorithm: str | None) -> None:
+        self.gradients, self.rule, self.clip = gradients, rule, clip or 0.0
+        self.known: Callable[..., Sequence[Tensor]] | None = None  # all steps have inputs of one kind
         self.by_value = GradClipAlgorithmType(algorithm or "norm") == GradClipAlgorithmType.VALUE
 
     def __call__(
@@ -301,21 +326,22 @@ class VectorizedStep:
             carry: Of the rule, (K, ...) leaves.
             number: Steps taken before.
         """
-        calls = 0
+        calls, names = 0, list(params)
+        gradients = self.known = self.known or self.gradients.of(params, inputs, labels, mask)
+        if type(self.rule).direction is LocalRule.direction:  # the gradient itself: there is nothing to map
+            *found, losses = gradients(inputs, labels, mask, *params.values())
+            plain = dict(zip(names, found, strict=True))
+            return vmap(self._clipped)(plain) if self.clip else plain, carry, losses, 1
 
         def one(p: Tensors, x: Tensor, y: Tensor, m: Tensor, c: Any, k: Any) -> Any:
             first: list[Tensor] = []
 
-            def loss(at: Tensors) -> Tensor:
-                each = functional_call(self.losses, {f"task.{n}": v for n, v in at.items()}, (x, y))
-                return (each * m).sum() / m.sum()
-
             def oracle(at: Tensors) -> Tensors:
                 nonlocal calls
                 calls += 1
-                gradient, value = grad_and_value(loss)(dict(at))
+                *found, value = _Together.apply(gradients, x, y, m, *(at[n] for n in names))
                 first.append(value)
-                return self._clipped(gradient)
+                return self._clipped(dict(zip(names, found, strict=True)))
 
             direction, moved = self.rule.direction(oracle, p, c, k, number)
             return dict(direction), moved, first[0]
@@ -330,6 +356,126 @@ class VectorizedStep:
         if self.by_value:
             return tree_map(lambda value: value.clamp(-self.clip, self.clip), gradient)
         return tree_scale(gradient, (self.clip / (tree_norm(gradient) + 1e-6)).clamp(max=1.0))
+
+
+class Gradients:
+    """Gradients of a task's mean losses for all clients at once, as a flat list of tensor operations.
+
+    ``vmap`` and ``grad`` take longer over a small network's operations than these take themselves. So what they come to is
+    written down once for inputs of a kind, and run from then on. Nothing but `FederatedTask.example_losses` is in it, which
+    is a pure function; whatever tensors the task has are handed in each time.
+
+    Args:
+        task: Gives the losses of examples.
+    """
+
+    def __init__(self, task: FederatedTask) -> None:
+        self.task, self.losses = task, _Losses(task)
+        self.known: dict[Any, Callable[..., list[Tensor]]] = {}
+
+    def of(self, params: Tensors, inputs: Tensor, labels: Tensor, mask: Tensor) -> Callable[..., Sequence[Tensor]]:
+        """What gives the gradients (K, ...) by parameter, and last the losses (K,), from (K, ...) inputs, labels, mask and
+        parameters of these kinds.
+
+        Args:
+            params: (K, ...) each, by name.
+            inputs: (K, B, ...).
+            labels: (K, B).
+            mask: (K, B), 1 for an example and 0 for padding.
+        """
+        names, shared = list(params), self._shared(params)
+        fixed = list(shared.values())
+        kinds = [(v.shape, v.dtype, v.device) for v in (inputs, labels, mask, *params.values(), *fixed)]
+        key = (*names, *shared, *kinds)
+        if key not in self.known:
+            while len(self.known) >= _MOST_KINDS:
+                del self.known[next(iter(self.known))]
+            self.known[key] = self._written_down(
+                names, list(shared), inputs, labels, mask, list(params.values()), fixed
+            )
+        known = self.known[key]
+
+        @torch.no_grad()
+        def gradients(x: Tensor, y: Tensor, m: Tensor, *at: Tensor) -> Sequence[Tensor]:
+            return known(x, y, m, list(at), fixed)
+
+        return gradients
+
+    def _shared(self, params: Tensors) -> dict[str, Tensor]:
+        """The task's tensors that clients do not train."""
+        own = {**dict(self.task.named_parameters()), **dict(self.task.named_buffers())}
+        return {name: value.detach() for name, value in own.items() if name not in params}
+
+    def _written_down(self, names: list[str], others: list[str], *example: Any) -> Callable[..., list[Tensor]]:
+        def loss(at: Tensors, rest: Tensors, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+            everything = {f"task.{n}": v for n, v in {**rest, **at}.items()}
+            return (functional_call(self.losses, everything, (x, y)) * m).sum() / m.sum()
+
+        def flat(x: Tensor, y: Tensor, m: Tensor, at: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
+            stacks, fixed = dict(zip(names, at, strict=True)), dict(zip(others, rest, strict=True))
+            found, values = vmap(grad_and_value(loss), in_dims=(0, None, 0, 0, 0))(stacks, fixed, x, y, m)
+            return [*(found[n] for n in names), values]
+
+        graph = make_fx(flat)(*example)
+        expected = graph(*example)
+        try:
+            if all(map(torch.equal, direct(graph)(*example), expected)):
+                return graph
+        except TypeError:  # an operation's binding takes other arguments
+            pass
+        return make_fx(flat)(*example)
+
+
+def direct(graph: GraphModule) -> GraphModule:
+    """The same tensor operations without those that change nothing, each once, and called by the shortest way; in place.
+    Nothing happens where an operation writes into its inputs."""
+    nodes = [node for node in graph.graph.nodes if isinstance(node.target, OpOverload)]
+    if any(node.target._schema.is_mutable for node in nodes):
+        return graph
+    seen: dict[Any, Node] = {}
+    for node in nodes:
+        before = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if before is not None and node.target in _VIEWS and _shape(node) == _shape(before):
+            node.replace_all_uses_with(before)
+        elif before is not None and (node.target, before.target) == (_SWAP, _SWAP) and node.args[1:] == before.args[1:]:
+            node.replace_all_uses_with(before.args[0])
+        elif (same := seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)) is not node:
+            node.replace_all_uses_with(same)
+    for (
+        node
+    ) in nodes:  # PyTorch's own binding of an operation, where there is one, takes half as long as the operator object
+        binding = getattr(torch, node.target.overloadpacket.__name__, None)
+        node.target = binding if isinstance(binding, BuiltinFunctionType) else node.target
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _shape(node: Node) -> Any:
+    return node.meta["tensor_meta"].shape
+
+
+class _Together(torch.autograd.Function):
+    """Hands a rule under ``vmap`` what is computed for all clients at once; nothing is differentiated through it."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(gradients: Callable[..., Sequence[Tensor]], *one: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value[0] for value in gradients(*(value[None] for value in one)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """There is no backward pass."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, gradients: Callable[..., Sequence[Tensor]], *values: Tensor) -> Any:
+        stacked = [
+            value.movedim(axis, 0) if axis is not None else value.expand(info.batch_size, *value.shape)
+            for value, axis in zip(values, in_dims[1:], strict=True)
+        ]
+        found = tuple(gradients(*stacked))
+        return found, (0,) * len(found)
 
 
 class Schedule:
@@ -352,24 +498,22 @@ class Schedule:
         epochs, steps, size = worker.budget(fits[0].overrides)
         counts = [len(fit.data) for fit in fits]
         width = min(size, max(counts))
-        orders = []
-        for turn, fit, count in zip(turns, fits, counts, strict=True):
-            generator = torch_generator(worker.seed, round, turn.key, *fit.key, "shuffle")
-            batches = math.ceil(count / width)  # of an epoch
-            own = steps if epochs < 0 else epochs * batches if steps < 0 else min(steps, epochs * batches)
-            order = torch.full((math.ceil(own / batches), batches * width), -1)
-            for epoch in order:
-                epoch[:count] = torch.randperm(count, generator=generator)
-            orders.append(order.view(-1, width)[:own])
-        self.steps = [len(order) for order in orders]
-        order = torch.zeros(max(self.steps), len(fits), width, dtype=torch.int64)
-        for k, mine in enumerate(orders):
-            order[: len(mine), k] = mine
-            order[len(mine) :, k] = mine[-1]  # after its last step a client goes on, masked
+        batches = [math.ceil(count / width) for count in counts]  # of an epoch
+        self.steps = [steps if epochs < 0 else epochs * n if steps < 0 else min(steps, epochs * n) for n in batches]
         self.source, rows = _together([fit.data for fit in fits], device)
-        places = order.clamp(min=0)  # padding is an example of the client's own
-        self.places = torch.stack([own[places[:, k]] for k, own in enumerate(rows)], 1).to(device)
-        self.mask = (order >= 0).to(device)
+        # numpy's small arrays take a fifth of what torch's do; -1 is padding.
+        order = np.zeros((len(fits), max(self.steps), width), dtype=np.int64)
+        places = order.copy()
+        for k, (turn, fit) in enumerate(zip(turns, fits, strict=True)):
+            generator = torch_generator(worker.seed, round, turn.key, *fit.key, "shuffle")
+            mine = np.full((math.ceil(self.steps[k] / batches[k]), batches[k] * width), -1)
+            for epoch in mine:
+                epoch[: counts[k]] = torch.randperm(counts[k], generator=generator).numpy()
+            order[k, : self.steps[k]] = mine.reshape(-1, width)[: self.steps[k]]
+            order[k, self.steps[k] :] = order[k, self.steps[k] - 1]  # after its last step a client goes on, masked
+            places[k] = rows[k].numpy()[order[k]]  # padding is the client's own last example
+        self.places = torch.from_numpy(places).transpose(0, 1).contiguous().to(device)
+        self.mask = torch.from_numpy(order >= 0).transpose(0, 1).contiguous().to(device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for places, mask in zip(self.places, self.mask, strict=True):
@@ -398,6 +542,17 @@ class _Losses(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         return self.task.example_losses(Batch(inputs, labels))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with so many CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _given(reply: Reply) -> Reply:
