@@ -278,23 +278,31 @@ class _Unread(Mapping[str, Any]):
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of several safetensors files, by name, each read when it is looked at.
+    """The tensors of several safetensors files, by name, each read when it is looked at; one file is open at a time.
 
     Args:
         paths: The files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._files = {name: file for path in paths for file in [safe_open(path, "pt")] for name in file.keys()}  # noqa: SIM118
+        self._places: dict[str, Path] = {}
+        for path in paths:
+            self._open(path)
+            self._places |= dict.fromkeys(self._file.keys(), path)
+
+    def _open(self, path: Path) -> None:
+        self._path, self._file = path, safe_open(path, "pt")
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name).clone()  # where torch would lay it, and free of the file
+        if self._places[name] != self._path:
+            self._open(self._places[name])
+        return self._file.get_tensor(name).clone()  # where torch would lay it, and free of the file
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
 
 
 class CheckpointFolder:
@@ -364,8 +372,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         path: A ``round_*`` folder.
 
     Returns:
-        Its state and its info. Clients' memories are read, one by one, when they are looked at, for as long as the state is
-        held.
+        Its state and its info. Clients' memories are read, one by one, when they are looked at; the files must be there.
 
     Raises:
         FileNotFoundError: There is no checkpoint.

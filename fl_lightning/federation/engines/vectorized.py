@@ -441,9 +441,7 @@ def direct(graph: GraphModule) -> GraphModule:
             node.replace_all_uses_with(before.args[0])
         elif (same := seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)) is not node:
             node.replace_all_uses_with(same)
-    for (
-        node
-    ) in nodes:  # PyTorch's own binding of an operation, where there is one, takes half as long as the operator object
+    for node in nodes:  # PyTorch's own binding of an operation takes half as long as the operator object
         binding = getattr(torch, node.target.overloadpacket.__name__, None)
         node.target = binding if isinstance(binding, BuiltinFunctionType) else node.target
     graph.graph.eliminate_dead_code()
