@@ -271,7 +271,7 @@ class CheckpointFolder:
             if final.exists():  # set aside, so that there is no moment with neither
                 final.rename(aside)
             beside.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
             kept = self.list()
@@ -355,7 +355,7 @@ def _verified(path: Path, names: Sequence[str]) -> dict[str, bytes]:
     return contents
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Make renames in a folder last."""
     handle = os.open(folder, os.O_RDONLY)
     try:
