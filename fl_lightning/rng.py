@@ -87,9 +87,9 @@ def global_rng_saved() -> Iterator[None]:
 
 def global_rng_state() -> dict[str, Any]:
     """States of the global generators, as tensors and JSON values."""
-    python, (kind, keys, *rest), state, cuda = _global_state()
+    (version, words, *more), (kind, keys, *rest), state, cuda = _global_state()
     return {
-        "python": python,
+        "python": (version, torch.tensor(words), *more),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": state,
         "cuda": cuda,
@@ -98,8 +98,9 @@ def global_rng_state() -> dict[str, Any]:
 
 def load_global_rng_state(state: dict[str, Any]) -> None:
     """Put the global generators where `global_rng_state` found them."""
-    kind, keys, *rest = state["numpy"]
-    _put_back(state["python"], (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], state["cuda"])
+    (version, words, *more), (kind, keys, *rest) = state["python"], state["numpy"]
+    python, numpy = (version, tuple(words.tolist()), *more), (kind, keys.numpy().astype(np.uint32), *rest)
+    _put_back(python, numpy, state["torch"], state["cuda"])
 
 
 def _global_state() -> tuple[Any, ...]:
