@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.federation.state import CheckpointError, digest
@@ -97,7 +97,7 @@ class Snapshots:
         Raises:
             CheckpointError: A part does not come back as it was; the snapshot is gone, and the fit can be begun anew.
         """
-        if obstacle(self._task, self._callbacks) is not None or (kept := self._place.kept()) is None:
+        if (kept := self._place.kept()) is None or obstacle(self._task, self._callbacks) is not None:
             return None
         state = _placed(kept, self._trainer.strategy.root_device)
         done = int(state["loader"]["done"])
@@ -166,6 +166,9 @@ def obstacle(task: FederatedTask, callbacks: Sequence[Callback]) -> str | None:
     for part in parts:
         if not (vars(type(part)).get("resumes", False) and part.resumes):
             return f"{type(part).__name__} does not say what it carries from step to step (`resumes`)"
+    for module in task.modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            return f"{type(module).__name__} has more than parameters and buffers (`get_extra_state`)"
     return None
 
 

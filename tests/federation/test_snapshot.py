@@ -40,7 +40,7 @@ from fl_lightning.methods import (
     FedMITR,
     FedNSAM,
     FedSAM,
-    FedSpeed,
+    FedSMOO,
     MoFedSAM,
     NoiseDistillation,
 )
@@ -172,7 +172,7 @@ KINDS: dict[str, Callable[[], FederationLoop]] = {
     "FedSAM": lambda: averaging(FedSAM(rounds=2)),
     "FedNSAM": lambda: averaging(FedNSAM(rounds=2)),
     "MoFedSAM": lambda: averaging(MoFedSAM(rounds=2)),
-    "FedSpeed": lambda: averaging(FedSpeed(rounds=2)),
+    "FedSMOO": lambda: averaging(FedSMOO(rounds=2)),  # its rule carries something from step to step
     "record privacy": private,
     "student": student,
     "a student's head": lambda: student(trainable="head"),
@@ -189,7 +189,7 @@ KINDS: dict[str, Callable[[], FederationLoop]] = {
 
 
 ONCE = ("diffusion factory", "stages of a policy", "sparse inversion", "inversion as SMI does")  # one kill each
-SLOW = ("bf16, clipped", "FedSpeed", "MoFedSAM", "inversion as SMI does", "CVAE factory", "Co-Boosting")
+SLOW = ("bf16, clipped", "MoFedSAM", "inversion as SMI does", "CVAE factory", "Co-Boosting")
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -438,6 +438,16 @@ class Heavy(Callback):
     """Needs the Trainer."""
 
 
+class Counting(nn.Identity):
+    """A module that remembers how often it was called."""
+
+    def get_extra_state(self) -> int:
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
 def inheriting() -> FederationLoop:
     loop = small()
     loop.participant.tasks["model"].__class__ = Inherits
@@ -448,6 +458,10 @@ def inheriting() -> FederationLoop:
     ("make", "reason"),
     [
         (inheriting, "Inherits start over where they are killed because Inherits does not say what it carries"),
+        (
+            lambda: single(FedAvg(1), network=lambda *a: nn.Sequential(factories.linear(*a), Counting())),
+            "Counting has more",
+        ),
         (lambda: small(trainer={"callbacks": [Silent()]}), "because Silent does not say what it carries"),
         (lambda: small(trainer={"callbacks": [Odd()]}), "is a lock; tensors and JSON values can be kept"),
         (
