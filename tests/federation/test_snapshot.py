@@ -448,6 +448,10 @@ class Counting(nn.Identity):
         pass
 
 
+def counting(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return nn.Sequential(factories.linear(shape, classes), Counting())
+
+
 def inheriting() -> FederationLoop:
     loop = small()
     loop.participant.tasks["model"].__class__ = Inherits
@@ -459,7 +463,7 @@ def inheriting() -> FederationLoop:
     [
         (inheriting, "Inherits start over where they are killed because Inherits does not say what it carries"),
         (
-            lambda: single(FedAvg(1), network=lambda *a: nn.Sequential(factories.linear(*a), Counting())),
+            lambda: single(FedAvg(1), (20,), network=counting),
             "Counting has more",
         ),
         (lambda: small(trainer={"callbacks": [Silent()]}), "because Silent does not say what it carries"),
