@@ -99,7 +99,14 @@ class Snapshots:
         """
         if (kept := self._place.kept()) is None or obstacle(self._task, self._callbacks) is not None:
             return None
-        state = _placed(kept, self._trainer.strategy.root_device)
+        device, taken_on = self._trainer.strategy.root_device, kept["progress"]["device"]
+        if taken_on != device.type:
+            self._place.discard()
+            self._tell(
+                f"a training of {type(self._task).__name__} starts over: it was on {taken_on}, and is on {device.type}"
+            )
+            return None
+        state = _placed(kept, device)
         done = int(state["loader"]["done"])
         try:
             before = {name: digest(part) for name, part in state.items()}  # some are changed in place from here on
@@ -127,7 +134,11 @@ class Snapshots:
             "callbacks": [c.fit_state() if hasattr(c, "fit_state") else {} for c in self._callbacks],
             "loader": self._loader.state(done),
             "generators": global_rng_state(),
-            "progress": {"epochs": epochs.completed, "steps": steps.completed},
+            "progress": {
+                "epochs": epochs.completed,
+                "steps": steps.completed,
+                "device": self._trainer.strategy.root_device.type,
+            },
         }
 
     def _counters(self) -> tuple[Any, Any]:

@@ -24,9 +24,12 @@ from torch import nn
 
 from fl_lightning.callbacks.generator_pretraining import GeneratorPretraining
 from fl_lightning.data.augmentation import HorizontalFlip
+from fl_lightning.data.examples import TensorExamples
 from fl_lightning.federation import journal as journals
 from fl_lightning.federation import snapshot as snapshots
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.participant import BatchLoader
 from fl_lightning.federation.record_privacy import RecordPrivacy
 from fl_lightning.federation.state import CheckpointError, CheckpointFolder, serialise, unflatten
 from fl_lightning.methods import (
@@ -47,6 +50,7 @@ from fl_lightning.methods import (
 from fl_lightning.methods.base import Training
 from fl_lightning.models.clip import LoRA
 from fl_lightning.models.edm2 import EDM2UNet
+from fl_lightning.rng import torch_generator
 from fl_lightning.tasks import ClassificationTask
 from fl_lightning.tasks.base import FederatedTask, Picture
 from fl_lightning.tasks.diffusion import DiffusionTask
@@ -78,9 +82,20 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return Steps(monkeypatch)
 
 
+class Shown(FederationCallback):
+    """Keeps the pictures of rounds."""
+
+    def __init__(self) -> None:
+        self.pictures: list[Any] = []
+
+    def on_pictures(self, loop: FederationLoop, pictures: Any) -> None:
+        self.pictures += [(key, vars(picture)) for key, own in pictures.items() for picture in own]
+
+
 def run(make: Callable[[], FederationLoop], folder: Path, steps: Steps, kill: int = -1, journal: bool = True) -> Any:
     """A run from its newest checkpoint, if it has one, and how many steps it took."""
     loop = make()
+    loop.callbacks.append(Shown())
     loop.journal_seconds = 0.0 if journal else None
     steps.taken, steps.last = 0, kill
     kept = CheckpointFolder(folder / "checkpoints").list()
@@ -95,6 +110,8 @@ def assert_as(loop: FederationLoop, expected: FederationLoop) -> None:
     assert numbers(loop) == numbers(expected)
     assert same(loop.method.state_dict(), expected.method.state_dict())
     assert same(loop.memory.state_dict(), expected.memory.state_dict())
+    seen = [[c.pictures for c in of.callbacks if isinstance(c, Shown)] for of in (loop, expected)]
+    assert not all(seen) or same(*seen)
 
 
 def dropping(shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -335,6 +352,28 @@ def test_a_snapshot_of_another_configuration_or_request_is_not_read(
     assert taken == 12
 
 
+def test_a_snapshot_of_another_kind_of_device_is_not_loaded(
+    tmp_path: Path,
+    steps: Steps,
+    whole: FederationLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = snapshots.Snapshots._state
+
+    def state(self: Any, optimizer: Any, done: int) -> dict[str, Any]:
+        found = given(self, optimizer, done)
+        return {**found, "progress": {**found["progress"], "device": "cuda"}}
+
+    monkeypatch.setattr(snapshots.Snapshots, "_state", state)
+    run(small, tmp_path, steps, 5)
+    monkeypatch.setattr(snapshots.Snapshots, "_state", given)
+    loop, taken = run(small, tmp_path, steps)
+    assert "starts over: it was on cuda, and is on cpu" in capsys.readouterr().err
+    assert_as(loop, whole)
+    assert taken == 12
+
+
 def test_a_full_disk_ends_the_run_and_the_last_snapshot_survives(
     tmp_path: Path, steps: Steps, whole: FederationLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +433,35 @@ def test_what_a_snapshot_rests_on_is_done_again_and_so_is_the_training(
         assert ("goes on within request 1 of server" in capsys.readouterr().err) is not damaged
         assert_as(loop, expected)
         assert taken == (9 if damaged else 5)
+
+
+@pytest.mark.parametrize("poisson", [False, True])
+def test_a_loader_goes_on_within_a_pass_and_fetches_nothing_twice(poisson: bool) -> None:
+    class Noted(TensorExamples):
+        augmentation = (HorizontalFlip(),)
+        fetched = 0
+
+        def fetch(self, indices: torch.Tensor) -> torch.Tensor:
+            self.fetched += len(indices)
+            return super().fetch(indices)
+
+    def loader() -> BatchLoader:
+        data = Noted(torch.arange(88.0).view(22, 1, 2, 2), torch.arange(22))
+        generators = torch_generator(0, "shuffle"), torch_generator(0, "augment")
+        return BatchLoader(data, 4, generators[0], draws=generators[1], poisson=poisson)
+
+    whole = loader()
+    batches = [*whole, *whole]
+    first, again = loader(), loader()
+    list(first)  # a pass, and three batches
+    pass_ = iter(first)
+    for _ in range(3):
+        next(pass_)
+    state = first.state(3)
+    again.load_state({**state, "generators": [generator.clone() for generator in state["generators"]]})
+    assert same(list(again), batches[9:])
+    rest = sum(len(batch.labels) for batch in batches[9:])
+    assert again.examples.fetched == again.served - state["served"] == rest  # type: ignore[attr-defined]
 
 
 # ---- who does not take part
