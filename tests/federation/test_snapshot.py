@@ -208,8 +208,8 @@ KINDS: dict[str, Callable[[], FederationLoop]] = {
 # Steps within which to kill, where the second and the last but one are not what is of interest: before and after patches are
 # stopped, in the second factory, in the reinforced epoch.
 KILLS = {
-    "sparse inversion": (5, 7),
-    "inversion as SMI does": (7,),
+    "sparse inversion": (5, 6),
+    "inversion as SMI does": (6,),
     "diffusion factory": (10,),
     "stages of a policy": (4,),
 }
