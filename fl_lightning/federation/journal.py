@@ -103,14 +103,12 @@ class Journal:
             self._training = self._found(facts)
 
     def _found(self, facts: Mapping[str, Any]) -> _Entry | None:
-        """The snapshot of a training that comes right after what the journal holds."""
+        """The snapshot of a training of this round. What it rests on is there, or will be noted when it is done again."""
         entry = next((entry for entry, _ in _entries(self._snapshot)), None)
         if entry is None:
             self._say("is damaged; that training starts over", path=self._snapshot)
             return None
-        known = self._known.get(entry.header["turn"], [])
-        next_one = len(known) == entry.header["number"] and all(e.header["kind"] == RESULT for e in known)
-        return entry if next_one and entry.header["facts"] == facts else None
+        return entry if entry.header["facts"] == facts else None
 
     def _begin(self, base: Path) -> dict[str, Any]:
         """What a file must say of itself to be read."""

@@ -292,8 +292,11 @@ def test_none_is_taken_before_a_training_has_lasted(
 def test_a_snapshot_goes_when_the_result_is_written_and_the_next_turn_has_its_own(
     tmp_path: Path, steps: Steps, whole: FederationLoop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kill, client, step in ((4, 0, 3), (3, 0, 5), (3, 1, 1), (1, 1, 1), (5, 1, 5)):
+    for kill, client, step in ((4, 0, 3), (3, 0, 5), (2, 1, 0), (2, 1, 1), (1, 1, 1), (5, 1, 5)):
         run(small, tmp_path, steps, kill)
+        if not step:
+            assert [path.name for path in snapshot(tmp_path).parent.iterdir()] == ["round_00001.log"]
+            continue
         assert sorted(path.name for path in snapshot(tmp_path).parent.iterdir()) == [
             "round_00001.log",
             "round_00001.training",
