@@ -200,7 +200,6 @@ class Journal:
         """A result does not fit: it is done again, and all that came after it."""
         self._say(f"has a result for request {number} of {turn} that does not fit; from there it is done again")
         del self._known[turn][number:]
-        self._forget_training(turn)
 
     def keep(self, turn: str, number: int, request: Fit | Predict, result: Result, flops: float) -> None:
         """Keep the result of a turn's request, and what its callbacks carry to later ones."""

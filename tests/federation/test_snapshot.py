@@ -32,6 +32,7 @@ from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.participant import BatchLoader
 from fl_lightning.federation.record_privacy import RecordPrivacy
 from fl_lightning.federation.state import CheckpointError, CheckpointFolder, serialise, unflatten
+from fl_lightning.losses.grpo import GRPO
 from fl_lightning.methods import (
     DENSE,
     SCAFFOLD,
@@ -173,7 +174,9 @@ def diffusion(**options: Any) -> FederationLoop:
 
 def stages() -> FederationLoop:
     """Supervised in the first local epoch, reinforced in the next ones, against a policy that is frozen once."""
-    method = FedDTL(rounds=1, schedule="within_round", sft_epochs=1, rl_epochs=2, old_policy="round", mix="kl")
+    method = FedDTL(
+        rounds=1, schedule="within_round", sft_epochs=1, rl_epochs=2, old_policy="round", mix="kl", grpo=GRPO(beta=0.5)
+    )
     loop = feddtl.make_loop(method, feddtl.make_data(shots=5), lora=LoRA(rank=2, last_blocks=1, dropout=0.1))
     loop.evaluate = dict  # type: ignore[method-assign]  # takes most of the time
     return loop
