@@ -175,7 +175,7 @@ def diffusion(**options: Any) -> FederationLoop:
 def stages() -> FederationLoop:
     """Supervised in the first local epoch, reinforced in the next ones, against a policy that is frozen once."""
     method = FedDTL(
-        rounds=1, schedule="within_round", sft_epochs=1, rl_epochs=2, old_policy="round", mix="kl", grpo=GRPO(beta=0.5)
+        rounds=1, schedule="within_round", sft_epochs=1, rl_epochs=2, old_policy="round", mix="kl", grpo=GRPO(beta=3.0)
     )
     loop = feddtl.make_loop(method, feddtl.make_data(shots=5), lora=LoRA(rank=2, last_blocks=1, dropout=0.1))
     loop.evaluate = dict  # type: ignore[method-assign]  # takes most of the time
