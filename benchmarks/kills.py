@@ -4,8 +4,9 @@ For every method on a tiny configuration: one uninterrupted run; then, for every
 run that kills itself with SIGKILL inside of the phase (at a drawn call, after a drawn part of what that call usually takes;
 for checkpoint writing at a drawn fsync), and ``fit --ckpt_path last`` until its end. Compared are the last checkpoint's
 method state and client memories, and the rows of metrics.csv without the clock. Counted are the requests (fits and forward
-passes of clients and server) that were done before the kill, and those of them that were done again. Everything is
-journalled at once (``federation.journal_seconds: 0``). Runs are forks of one process, so that no kill lands in an import.
+passes of clients and server) and the optimizer steps that were done before the kill, and those of them that were done
+again. Everything is journalled at once (``federation.journal_seconds: 0``), so a training leaves a snapshot after every
+step. Runs are forks of one process, so that no kill lands in an import.
 
     python benchmarks/kills.py
     python benchmarks/kills.py --methods fedavg dense --phases client_fit checkpoint --times 2
@@ -43,6 +44,7 @@ from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods import FedAvg
 from fl_lightning.methods.base import Fit
+from fl_lightning.tasks.base import FederatedTask
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICK = [
@@ -84,7 +86,7 @@ METHODS = {
 }
 PHASES = (
     *("client_fit", "between_clients", "aggregation", "server_fit", "synthesis"),
-    *("journal", "checkpoint", "evaluation"),
+    *("journal", "snapshot", "checkpoint", "evaluation"),
 )
 
 
@@ -114,6 +116,7 @@ def places() -> dict[str, tuple[Any, str, Callable[..., bool]]]:
         "server_step": (FedAvg, "step", every),
         "synthesis": (Participant, "execute", server(False)),
         "journal": (Journal, "write", every),
+        "snapshot": (Journal, "_replace_training", every),
         "checkpoint": (state.os, "fsync", in_checkpoint),
         "evaluation": (Evaluator, "model", every),
     }
@@ -141,9 +144,11 @@ def watch(found: dict[str, list[float]], armed: tuple[str, int, float] | None) -
         setattr(owner, name, around)
 
 
-def count_requests() -> None:
-    """Leave a byte in the file ``done`` for every request of a client or the server that has been carried out."""
-    given, done = Participant.execute, os.open("done", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+def count_work() -> None:
+    """Leave a byte in the file ``done`` for every request of a client or the server that has been carried out, and in the
+    file ``steps`` for every step of an optimizer."""
+    given, step = Participant.execute, FederatedTask.optimizer_step
+    done, steps = (os.open(name, os.O_CREAT | os.O_APPEND | os.O_WRONLY) for name in ("done", "steps"))
 
     def execute(worker: Any, request: Any, *owner: Any) -> Any:
         result = given(worker, request, *owner)
@@ -151,7 +156,12 @@ def count_requests() -> None:
             os.write(done, b".")
         return result
 
+    def optimizer_step(task: Any, *arguments: Any) -> None:
+        step(task, *arguments)
+        os.write(steps, b".")
+
     Participant.execute = execute  # type: ignore[method-assign]
+    FederatedTask.optimizer_step = optimizer_step  # type: ignore[method-assign]
 
 
 def _die() -> None:
@@ -166,7 +176,7 @@ def child(folder: Path, arguments: list[str], armed: tuple[str, int, float] | No
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     found: dict[str, list[float]] = defaultdict(list)
-    count_requests()
+    count_work()
     watch(found, armed)
     command(["fit", *arguments])
     queue.put(dict(found))
@@ -208,15 +218,15 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, str]]]:
     return state.digest({"method": kept["method"], "memory": kept["memory"]}), rows
 
 
-def requests(folder: Path) -> int:
-    """How many have been carried out in a folder, over all of its runs."""
-    return (folder / "done").stat().st_size
+def work(folder: Path) -> tuple[int, int]:
+    """Requests that have been carried out in a folder, and steps that have been taken, over all of its runs."""
+    return (folder / "done").stat().st_size, (folder / "steps").stat().st_size
 
 
 def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> dict[str, Any]:
     """Kill and compare; counts by phase, and what went wrong."""
     result: dict[str, Any] = {"kills": 0, "equal": 0, "by_phase": defaultdict(int), "by_method": defaultdict(int)}
-    result |= {"requests_before_kills": 0, "of_these_done_again": 0}
+    result |= {"requests_before_kills": 0, "of_these_done_again": 0, "steps_before_kills": 0, "steps_done_again": 0}
     wrong = []
     be_quick()
     for method in methods:
@@ -225,7 +235,7 @@ def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> d
             code, calls = run(Path(root), arguments)
             if code or not calls:
                 raise SystemExit(f"{method}: the run ends with {code}\n{(Path(root) / 'log').read_text()[-2000:]}")
-            expected, whole = outcome(Path(root)), requests(Path(root))
+            expected, whole = outcome(Path(root)), work(Path(root))
         for phase in phases:
             at = "server_step" if phase == "server_fit" and not calls.get("server_fit") else phase
             for time_ in range(times if calls.get(at) else 0):
@@ -238,7 +248,7 @@ def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> d
                     if code != -signal.SIGKILL:
                         wrong.append(f"{label}: was not killed ({code})")
                         continue
-                    before = requests(folder)
+                    before = work(folder)
                     result["kills"] += 1
                     result["by_phase"][phase] += 1
                     result["by_method"][method] += 1
@@ -248,10 +258,13 @@ def kills(methods: list[str], phases: list[str], times: int, seed: int = 0) -> d
                     except (OSError, ValueError, IndexError) as error:
                         code, equal = f"{code}, {error!r}", False  # type: ignore[assignment]
                     result["equal"] += equal
-                    again = requests(folder) - whole
-                    result["requests_before_kills"] += before
-                    result["of_these_done_again"] += again
-                    said = f"{before} of {whole} requests done before, {again} of them again"
+                    again = [now - once for now, once in zip(work(folder), whole, strict=True)]
+                    result["requests_before_kills"] += before[0]
+                    result["of_these_done_again"] += again[0]
+                    result["steps_before_kills"] += before[1]
+                    result["steps_done_again"] += again[1]
+                    said = f"{before[0]} of {whole[0]} requests done before, {again[0]} of them again; "
+                    said += f"{before[1]} of {whole[1]} steps, {again[1]} again"
                     print(f"{label}: {'equal' if equal else 'DIFFERS'}; {said}", flush=True)
                     if not equal:
                         log = (folder / "log").read_text()[-600:]

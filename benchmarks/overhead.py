@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Held(FakeImages):
         return replace(splits, train=TensorExamples(train, splits.train.labels))
 
 
-def federation(network: str, steps: int, clients: int, **options: Any) -> FederationLoop:
+def federation(network: str, steps: int, clients: int, folder: Path | None = None, **options: Any) -> FederationLoop:
     """A loop whose clients take so many steps a round, after its first round; evaluation off."""
     source = Held(CLASSES, image_size=28, channels=1, train_per_class=clients * BATCH * steps // CLASSES)
     data = FederatedDataModule(source, num_clients=clients, batch_size=BATCH, val_fraction=0.0)
@@ -71,7 +72,7 @@ def federation(network: str, steps: int, clients: int, **options: Any) -> Federa
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
     loop.assemble(FedAvg(1), ClassificationTask(NETWORKS[network]), data, trainer, 0)
     loop.evaluate = lambda **_: {}  # type: ignore[method-assign]
-    loop.fit()
+    loop.fit(folder)
     return loop
 
 

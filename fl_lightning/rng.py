@@ -85,6 +85,24 @@ def global_rng_saved() -> Iterator[None]:
         _put_back(*state)
 
 
+def global_rng_state() -> dict[str, Any]:
+    """States of the global generators, as tensors and JSON values."""
+    (version, words, *more), (kind, keys, *rest), state, cuda = _global_state()
+    return {
+        "python": (version, torch.tensor(words), *more),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": state,
+        "cuda": cuda,
+    }
+
+
+def load_global_rng_state(state: dict[str, Any]) -> None:
+    """Put the global generators where `global_rng_state` found them."""
+    (version, words, *more), (kind, keys, *rest) = state["python"], state["numpy"]
+    python, numpy = (version, tuple(words.tolist()), *more), (kind, keys.numpy().astype(np.uint32), *rest)
+    _put_back(python, numpy, state["torch"], state["cuda"])
+
+
 def _global_state() -> tuple[Any, ...]:
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda_states  # noqa: NPY002

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 
-from fl_lightning.rng import derive_seed, global_rng_saved, numpy_generator, owned_global_rng, torch_generator
+from fl_lightning.federation.state import serialise, unflatten
+from fl_lightning.rng import (
+    derive_seed,
+    global_rng_saved,
+    global_rng_state,
+    load_global_rng_state,
+    numpy_generator,
+    owned_global_rng,
+    torch_generator,
+)
 
 
 def test_a_seed_belongs_to_its_owner() -> None:
@@ -62,3 +73,15 @@ def test_saved_once_around_many_owners() -> None:
 
 def states() -> tuple[object, ...]:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+
+
+def test_the_global_generators_go_on_from_where_their_states_were_taken() -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), float(torch.randn(()))]  # noqa: NPY002
+
+    with owned_global_rng(0, "states"):
+        draw()  # gauss() and normal() keep a second number
+        tree, tensors = serialise(global_rng_state())
+        expected = [draw(), draw()]
+        load_global_rng_state(unflatten(json.loads(json.dumps(tree)), load(tensors)))
+        assert [draw(), draw()] == expected

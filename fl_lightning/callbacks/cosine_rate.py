@@ -16,6 +16,8 @@ class CosineRate(Callback):
         done: How many of them were taken before this fit, at least 0: one cosine over several fits.
     """
 
+    runs_lean = resumes = True
+
     def __init__(self, steps: int, done: int = 0) -> None:
         for name, value, least in (("steps", steps, 1), ("done", done, 0)):
             if value < least:

@@ -21,6 +21,7 @@ from fl_lightning.tasks.diffusion import DiffusionTask
 Criterion = Callable[[DiffusionTask, int], bool]
 # Noise levels at which denoised images are shown, from a breath to more than the data.
 LEVELS = (0.05, 0.2, 0.8, 3.2, 12.8)
+_COUNTED = ("seen", "_step", "_full", "_since")
 
 
 class GeneratorPretraining(Callback):
@@ -39,12 +40,15 @@ class GeneratorPretraining(Callback):
         reference_batches: Batches until the rate decays as 1 / sqrt(n), above 0; None for never. FederatedFactory: 35,000.
         normalise: Whether weights are normalised; where no layer is magnitude-preserving it does nothing.
         stop: Asked every ``every`` steps whether to end the fit early (a memorisation criterion), with the averaged weights
-            in place. It must not draw from the global generators.
+            in place. It must not draw from the global generators. A killed fit that has one starts over: what it remembers
+            is not known.
         every: Steps between, at least 1.
         grid: Samples (of each class, where the network is conditional) to draw every ``every`` steps and at the end, from
             the same latents each time, and training images to show at the end, as they are and denoised from five levels
             of noise; 0 draws nothing. They go into ``task.pictures``. The weights do not notice.
     """
+
+    runs_lean = resumes = True
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class GeneratorPretraining(Callback):
         self.ema_std, self.normalise = ema_std, normalise
         self.ramp_images, self.ramp_steps, self.reference_batches = ramp_images, ramp_steps, reference_batches
         self.stop, self.every, self.grid = stop, every, grid
+        self.resumes = stop is None
         self.ema: PowerEMA | None = None
         self.seen = 0  # images
         self.stopped_at: int | None = None  # the step at which ``stop`` ended the fit
@@ -86,6 +91,16 @@ class GeneratorPretraining(Callback):
             normalise_weights(task)
         if self.ema_std is not None:
             self.ema = PowerEMA(self._weights, self.ema_std)
+
+    def fit_state(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in _COUNTED}
+        return {**counts, "average": {} if self.ema is None else self.ema.values}
+
+    def load_fit_state(self, state: dict[str, Any]) -> None:
+        for name in _COUNTED:
+            setattr(self, name, state[name])
+        if self.ema is not None:
+            self.ema.values = state["average"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         count = len(batch.inputs) * trainer.world_size
@@ -115,7 +130,7 @@ class GeneratorPretraining(Callback):
         if self._step % self.every == 0 and (self.grid or self.stop):
             with torch.no_grad(), self._averaged(task):
                 if self.grid:
-                    self._draw_samples(task, _examples(trainer))
+                    self._draw_samples(task)
                 if self.stop is not None and self.stop(task, self._step):
                     self.stopped_at, trainer.should_stop = self._step, True
 
@@ -126,11 +141,12 @@ class GeneratorPretraining(Callback):
         if self.grid and self.seen:
             with torch.no_grad(), self._averaged(task):
                 if self._step % self.every:
-                    self._draw_samples(task, _examples(trainer))
-                self._draw_denoised(task, _examples(trainer))
+                    self._draw_samples(task)
+                self._draw_denoised(task)
 
-    def _draw_samples(self, task: DiffusionTask, examples: Examples) -> None:
+    def _draw_samples(self, task: DiffusionTask) -> None:
         """A row of samples; of every class that there is, where the network is conditional."""
+        examples = _examples(task)
         classes = examples.labels.unique().tolist() if task.conditional else [0]
         seeds = [sample_seeds(task.request_seed, "grid", label, range(self.grid)) for label in classes]
         rows = torch.arange(len(classes)).repeat_interleave(self.grid)
@@ -138,8 +154,9 @@ class GeneratorPretraining(Callback):
         names = tuple(f"class {label}" for label in classes) if task.conditional else ("samples",)
         task.pictures.append(Picture("samples", self._step, _grey_levels(images), rows, names))
 
-    def _draw_denoised(self, task: DiffusionTask, examples: Examples) -> None:
+    def _draw_denoised(self, task: DiffusionTask) -> None:
         """Training images x, and D(x + sigma n; sigma) below them, a row for each noise level."""
+        examples = _examples(task)
         chosen = torch.linspace(0, len(examples) - 1, min(self.grid, len(examples))).long()
         x = (examples.fetch(chosen) * 2 - 1).to(task.device)
         noise = latents(sample_seeds(task.request_seed, "denoised", 0, range(len(x))), x.shape[1:]).to(x)
@@ -164,8 +181,9 @@ class GeneratorPretraining(Callback):
             task.train()
 
 
-def _examples(trainer: Trainer) -> Examples:
-    return trainer.train_dataloader.examples  # type: ignore[union-attr]  # the participant's BatchLoader
+def _examples(task: DiffusionTask) -> Examples:
+    assert task.examples is not None  # the participant's
+    return task.examples
 
 
 def _grey_levels(images: Tensor) -> Tensor:

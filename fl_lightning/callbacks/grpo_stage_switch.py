@@ -32,6 +32,8 @@ class GRPOStageSwitch(Callback):
         seed: Owner seed of the noise, already derived for this client and round.
     """
 
+    runs_lean = resumes = True
+
     def __init__(
         self,
         switch_epoch: int | None,
@@ -49,6 +51,10 @@ class GRPOStageSwitch(Callback):
         self.anchor, self.latest, self.anchor_text = anchor, latest, anchor_text
         self.anchor_weight, self.mix = anchor_weight, mix
         self.old_policy, self.seed = old_policy, seed
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, ClipPolicy)
+        pl_module.grpo = self.grpo
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, ClipPolicy)
@@ -71,7 +77,7 @@ class GRPOStageSwitch(Callback):
             policy.references = [(1.0, mixed)]
         else:
             policy.references = [(weight, anchor), (1 - weight, latest)]
-        policy.objective, policy.grpo, policy.old = self.second, self.grpo, None
+        policy.objective, policy.old = self.second, None
         policy.mix_probabilities = self.mix == "probabilities"
         policy.reference_text = None if self.anchor_text is None else self.anchor_text.to(device)
         policy.noise = torch_generator(self.seed, "noise", device=device)

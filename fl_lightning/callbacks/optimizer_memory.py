@@ -15,6 +15,8 @@ class OptimizerMemory(Callback):
     of its callbacks; a `copy.copy` has one of its own, as it is by now. The parameters must be the same from fit to fit.
     """
 
+    runs_lean = resumes = True
+
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
 

@@ -26,7 +26,7 @@ class PrivateGradients(Callback):
         owner: Of the noise: the run's seed and what follows.
     """
 
-    runs_lean = True
+    runs_lean = resumes = True
 
     def __init__(self, clip: float, noise_multiplier: float, batch_size: float, owner: tuple[Any, ...]) -> None:
         self.clip, self.noise_multiplier, self.batch_size, self.owner = clip, noise_multiplier, batch_size, owner
@@ -48,6 +48,12 @@ class PrivateGradients(Callback):
             expected_batch_size=self.batch_size,
             generator=torch_generator(*self.owner, device=device),
         )
+
+    def fit_state(self) -> dict[str, Any]:
+        return {"noise": self.sum.generator.get_state()}
+
+    def load_fit_state(self, state: dict[str, Any]) -> None:
+        self.sum.generator.set_state(state["noise"])
 
     @staticmethod
     def loss(task: FederatedTask, batch: Batch) -> Tensor:

@@ -29,7 +29,7 @@ class SparseModelInversion(Callback):
             variation and Adam's momentum still move them, and stopped patches are embedded.
     """
 
-    runs_lean = True
+    runs_lean = resumes = True
 
     def __init__(
         self,
@@ -79,6 +79,12 @@ class SparseModelInversion(Callback):
     ) -> None:
         if self._held is not None:
             hold_(_inversion(pl_module).pixels, *self._held)
+
+    def fit_state(self) -> dict[str, Any]:
+        return {"next": self._next, "held": self._held}
+
+    def load_fit_state(self, state: dict[str, Any]) -> None:
+        self._next, self._held = state["next"], state["held"]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._next = self._held = None

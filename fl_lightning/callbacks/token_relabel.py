@@ -25,7 +25,7 @@ class TokenRelabel(Callback):
         temperature: T, above 0.
     """
 
-    runs_lean = True
+    runs_lean = resumes = True
 
     def __init__(
         self,

@@ -9,6 +9,8 @@ from torch import nn
 class TrainHead(Callback):
     """Freezes all but the last linear layer, the classifier's head, for one fit."""
 
+    runs_lean = resumes = True
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         layers = [module for module in pl_module.modules() if isinstance(module, nn.Linear)]
         if not layers:

@@ -5,6 +5,9 @@ entry is a client's reply as it was accepted, or the result of a request (`Fit`,
 there yet, or of the server. Every draw has an owner and no request depends on an earlier one but through its result, so the
 resumed round asks again and is given what was journalled, up to the first thing that was not.
 
+Beside it lies a snapshot of the training that is in progress, ``round_00003.training``, each in place of the last one; it
+goes when the training's result is kept, and when something that came before it is done again.
+
 What depends on something that was done again is done again itself: results of a turn (a client's, the server's) on those
 before them in the turn, results of the server on all replies. The order of the entries says all of that, see `_note`. An
 entry is JSON and safetensors, each with its checksum; nothing is ever unpickled.
@@ -26,7 +29,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from fl_lightning.federation.incoming import Failure, Guard
-from fl_lightning.federation.state import MANIFEST, CheckpointError, serialise, unflatten
+from fl_lightning.federation.state import MANIFEST, CheckpointError, serialise, sync, unflatten
 from fl_lightning.message import Message
 from fl_lightning.methods.base import Fit, Predict, Reply, Result
 from fl_lightning.tasks.base import Picture
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from fl_lightning.federation.participant import Participant
 
 FOLDER = "journal"  # in the run's
-BEGIN, REPLY, RESULT, FORGET = "begin", "reply", "result", "forget"
+BEGIN, REPLY, RESULT, FORGET, TRAINING = "begin", "reply", "result", "forget", "training"
 SERVER_TURN = "server"
 HELD = 2**28  # bytes that may wait in memory for the next writing
 _LENGTH, _DIGEST = 8, 32  # bytes in front of an entry: of its JSON's length, and of its JSON's SHA-256
@@ -73,13 +76,17 @@ class Journal:
         self._held: dict[str, list[_Entry]] = {}  # by turn
         self._known: dict[str, list[_Entry]] = {}  # by turn: a reply, or results
         self._recalled: set[str] = set()
+        self._snapshot = self._path.with_suffix(".training")
+        self._training: _Entry | None = None  # what lies there
         self._bytes, self._end, self._since = 0, 0, time.monotonic()
         if self._path.exists():
             self._load(base)
+        if self._training is None:
+            self._snapshot.unlink(missing_ok=True)
 
     def _load(self, base: Path) -> None:
-        entries = list(_entries(self._path))
-        if not entries or entries[0][0].header.get("facts") != self._begin(base):
+        entries, facts = list(_entries(self._path)), self._begin(base)
+        if not entries or entries[0][0].header.get("facts") != facts:
             self._say("is not of this configuration and this checkpoint; it is not read")
             self._path.unlink()
             return
@@ -92,6 +99,16 @@ class Journal:
         replies = sum(known[0].header["kind"] == REPLY for known in self._known.values() if known)
         results = sum(map(len, self._known.values())) - replies
         self._say(f"goes on with the journal's {replies} replies and {results} results of requests", self.round)
+        if self._snapshot.exists():
+            self._training = self._found(facts)
+
+    def _found(self, facts: Mapping[str, Any]) -> _Entry | None:
+        """The snapshot of a training of this round. What it rests on is there, or will be noted when it is done again."""
+        entry = next((entry for entry, _ in _entries(self._snapshot)), None)
+        if entry is None:
+            self._say("is damaged; that training starts over", path=self._snapshot)
+            return None
+        return entry if entry.header["facts"] == facts else None
 
     def _begin(self, base: Path) -> dict[str, Any]:
         """What a file must say of itself to be read."""
@@ -103,6 +120,10 @@ class Journal:
         """What an entry means for those before it."""
         header = entry.header
         turn = header["turn"]
+        if self._training is not None and self._training.header["turn"] in (
+            (turn,) if header["kind"] == RESULT else (turn, SERVER_TURN)
+        ):
+            self._training = None  # done, or what it rests on is another; the file goes once that is written
         if header["kind"] == RESULT:
             known = self._known.setdefault(turn, [])
             del known[header["number"] :]
@@ -163,6 +184,7 @@ class Journal:
             self._bytes -= sum(map(_size, held))
             if len(held) < len(known):  # some are in the file
                 self._hold(_Entry({"kind": FORGET, "turn": turn}))
+        self._forget_training(turn)
 
     def result(self, turn: str, number: int, request: Fit | Predict) -> Mapping[str, Any] | None:
         """What was kept of a turn's request of this number; None, also for those after it, where that is none or another."""
@@ -188,27 +210,62 @@ class Journal:
         header = {"kind": RESULT, "turn": turn, "number": number, "asked": asked(request)}
         self._hold(_Entry(header, value))
 
+    # ---- a training in progress
+
+    def training(self, turn: str, number: int, request: Fit | Predict) -> Training:
+        """The place of the snapshots of a turn's request of this number."""
+        return Training(self, turn, number, request)
+
+    def _forget_training(self, turn: str) -> None:
+        if self._training is not None and self._training.header["turn"] == turn:
+            self._training = None
+            self._snapshot.unlink(missing_ok=True)
+
+    def _replace_training(self, turn: str, number: int, request: Fit | Predict, state: Mapping[str, Any]) -> None:
+        """Write a snapshot, after all that came before it."""
+        self.write(begin=True)
+        header = {"kind": TRAINING, "facts": self._begin(self.base()), "turn": turn, "number": number}
+        parts = _packed(_Entry({**header, "asked": asked(request)}, state))
+        beside = self._snapshot.with_suffix(".writing")
+        try:
+            with open(beside, "wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.rename(self._snapshot)
+            sync(self.folder)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise _full(self._snapshot, error) from error
+        self._training, _ = next(_entries(self._snapshot))
+        self._since = time.monotonic()
+
     # ---- the file
 
     def _hold(self, entry: _Entry) -> None:
+        training = self._training
         self._note(entry)
         self._held.setdefault(entry.header["turn"], []).append(entry)
         self._bytes += _size(entry)
-        if time.monotonic() - self._since >= self.seconds or self._bytes > HELD:
+        due = time.monotonic() - self._since >= self.seconds or self._bytes > HELD
+        if due or self._training is not training:  # what took so long is not left to memory
             self.write()
 
-    def write(self) -> None:
+    def write(self, begin: bool = False) -> None:
         """Put what is held in memory on disk.
+
+        Args:
+            begin: Begin the file even if nothing is held.
 
         Raises:
             CheckpointError: The disk takes no more; what was there before is still there.
         """
         entries = [entry for turn in self._held.values() for entry in turn]
-        if not entries:
+        if not entries and (self._end or not begin):
             return
         if not self._end:
-            begin = self._begin(self.base())  # first: where a checkpoint is written, the folder goes
-            entries.insert(0, _Entry({"kind": BEGIN, "facts": begin}))
+            facts = self._begin(self.base())  # first: where a checkpoint is written, the folder goes
+            entries.insert(0, _Entry({"kind": BEGIN, "facts": facts}))
         try:
             self.folder.mkdir(exist_ok=True)
             with open(self._path, "ab" if self._end else "wb") as file:
@@ -220,17 +277,18 @@ class Journal:
                 os.fsync(file.fileno())
                 end = file.tell()
         except OSError as error:
-            raise CheckpointError(
-                error.errno, f"cannot write {self._path}: {error.strerror}; what it held before is still there"
-            ) from error
+            raise _full(self._path, error) from error
         self._held, self._bytes, self._end, self._since = {}, 0, end, time.monotonic()
+        if self._training is None:
+            self._snapshot.unlink(missing_ok=True)
 
-    def _read(self, entry: _Entry) -> Any:
+    def _read(self, entry: _Entry, path: Path | None = None) -> Any:
         """An entry's value; None, and a line, where it is damaged."""
         if entry.at is None:
             return None
+        path = path or self._path
         try:
-            with open(self._path, "rb") as file:
+            with open(path, "rb") as file:
                 file.seek(entry.at)
                 content = file.read(entry.header["size"])
             if hashlib.sha256(content).hexdigest() != entry.header["sha256"]:
@@ -238,11 +296,53 @@ class Journal:
             # Copies lie in memory as torch lays it out.
             return unflatten(entry.header["tree"], {n: v.clone() for n, v in load_safetensors(content).items()})
         except Exception as error:
-            self._say(f"has a damaged entry of {entry.header['turn']} ({error}); that is done again")
+            self._say(f"has a damaged entry of {entry.header['turn']} ({error}); that is done again", path=path)
             return None
 
-    def _say(self, what: str, round: int | None = None) -> None:
-        print(f"{self._path if round is None else f'round {round}'} {what}", file=sys.stderr)
+    def _say(self, what: str, round: int | None = None, path: Path | None = None) -> None:
+        print(f"{path or self._path if round is None else f'round {round}'} {what}", file=sys.stderr)
+
+
+class Training:
+    """Where the snapshots of one training are kept, `fl_lightning.federation.snapshot.Place`.
+
+    Args:
+        journal: Whose clock says when one is due.
+        turn: Of whom.
+        number: Of the request in the turn.
+        request: What is carried out.
+    """
+
+    def __init__(self, journal: Journal, turn: str, number: int, request: Fit | Predict) -> None:
+        self._journal, self._turn, self._number, self._request = journal, turn, number, request
+
+    def due(self) -> bool:
+        return time.monotonic() - self._journal._since >= self._journal.seconds
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        self._journal._replace_training(self._turn, self._number, self._request, state)
+
+    def kept(self) -> Mapping[str, Any] | None:
+        journal, entry = self._journal, self._journal._training
+        if entry is None or (entry.header["turn"], entry.header["number"]) != (self._turn, self._number):
+            return None
+        where, value = f"request {self._number} of {self._turn}", None
+        if entry.header["asked"] == asked(self._request):
+            value = journal._read(entry, journal._snapshot)
+        else:
+            journal._say(f"is of another {where}, which starts over", path=journal._snapshot)
+        if value is None:
+            self.discard()
+        else:
+            journal._say(f"goes on within {where}, after step {value['progress']['steps']}", journal.round)
+        return value
+
+    def discard(self) -> None:
+        self._journal._forget_training(self._turn)
+
+
+def _full(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(error.errno, f"cannot write {path}: {error.strerror}; what it held before is still there")
 
 
 def client_turn(client: str) -> str:

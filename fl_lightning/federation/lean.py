@@ -6,7 +6,8 @@ the loops' progress tracking, the data connector, the result collection and the 
 weights are those of the Trainer to the last bit. What it cannot do, `obstacle` names.
 
 A callback is run where it says ``runs_lean = True``: it then uses of the trainer only its counters of steps and epochs, its
-strategy and its precision plugin, and has no hooks but those below.
+optimizers, its strategy, its precision plugin and ``should_stop`` (looked at after each step), and has no hooks but those
+below.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.federation.snapshot import Snapshots
 from fl_lightning.tasks.base import Batch, FederatedTask
 
 HOOKS = (
@@ -38,7 +40,7 @@ HOOKS = (
     "on_fit_end",
 )
 # Of a callback; of a task, the first two run in any case.
-_CALLBACK_HOOKS = (*HOOKS, "on_fit_start", "on_train_batch_start", "on_exception")
+_CALLBACK_HOOKS = (*HOOKS, "setup", "teardown", "on_fit_start", "on_train_batch_start", "on_exception")
 # What a Trainer does for these, the lean loop does not.
 _NOT_RUN = (
     "configure_gradient_clipping",
@@ -106,7 +108,12 @@ def _own(kind: type[FederatedTask]) -> str | None:
 
 
 def fit(
-    trainer: Trainer, task: FederatedTask, batches: Iterable[Batch], max_epochs: int, max_steps: int
+    trainer: Trainer,
+    task: FederatedTask,
+    batches: Iterable[Batch],
+    max_epochs: int,
+    max_steps: int,
+    snapshots: Snapshots | None = None,
 ) -> tuple[Optimizer, int]:
     """Train.
 
@@ -116,12 +123,13 @@ def fit(
         batches: Anew each epoch.
         max_epochs: Epochs; -1 for no limit.
         max_steps: Optimizer steps; -1 for no limit.
+        snapshots: Says where the fit goes on, and keeps where it is.
 
     Returns:
         The optimizer, and how many steps it took.
     """
     try:
-        return _fit(trainer, task, batches, max_epochs, max_steps)
+        return _fit(trainer, task, batches, max_epochs, max_steps, snapshots)
     except BaseException as error:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             callback.on_exception(trainer, task, error)
@@ -129,7 +137,12 @@ def fit(
 
 
 def _fit(
-    trainer: Trainer, task: FederatedTask, batches: Iterable[Batch], max_epochs: int, max_steps: int
+    trainer: Trainer,
+    task: FederatedTask,
+    batches: Iterable[Batch],
+    max_epochs: int,
+    max_steps: int,
+    snapshots: Snapshots | None,
 ) -> tuple[Optimizer, int]:
     hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLBACK_HOOKS}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -147,18 +160,23 @@ def _fit(
     on_cpu = strategy.root_device.type == "cpu"
     if not on_cpu:
         task.to(strategy.root_device)
+    call("setup", "fit")
     task.setup("fit")
     optimizer: Any = task.configure_optimizers()  # `FederatedTask`'s: one optimizer, no scheduler
+    if trainer.callbacks:  # type: ignore[attr-defined]
+        strategy.optimizers = [optimizer]
     clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
     epochs: Any = trainer.fit_loop.epoch_progress.current
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     call("on_fit_start")
     task.on_fit_start()
     call("on_train_start")
+    done = snapshots.resume(optimizer) if snapshots is not None else None  # batches of the epoch, where one was begun
     with torch.enable_grad():
-        while epochs.processed != max_epochs and steps.completed != max_steps:
-            call("on_train_epoch_start")
-            for index, batch in enumerate(batches):
+        while epochs.processed != max_epochs and steps.completed != max_steps and not trainer.should_stop:
+            if done is None:
+                call("on_train_epoch_start")
+            for index, batch in enumerate(batches, done or 0):
                 if not on_cpu:
                     batch = strategy.batch_to_device(batch)
                 call("on_train_batch_start", batch, index)
@@ -182,13 +200,17 @@ def _fit(
                 task.optimizer_step(epochs.processed, index, optimizer, closure)
                 steps.completed += 1
                 call("on_train_batch_end", outputs[-1].detach(), batch, index)
-                if steps.completed == max_steps:
+                if steps.completed == max_steps or trainer.should_stop:
                     break
+                if snapshots is not None and snapshots.due():
+                    snapshots.take(optimizer, index + 1)
+            done = None
             call("on_train_epoch_end")
             epochs.processed += 1
             epochs.completed += 1
     call("on_train_end")
     call("on_fit_end")
+    call("teardown", "fit")
     return optimizer, steps.completed
 
 

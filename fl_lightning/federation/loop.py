@@ -68,10 +68,11 @@ class FederationLoop:
         validate: Score the global model on the validation examples too (``val_global/acc``), for tuning and early stopping.
         checkpoint_every: Write a round checkpoint every so many rounds (and after the last), at least 1.
         keep_last: Round checkpoints to keep, at least 1.
-        journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the training or the drawing
-            that it was in the middle of: replies and the server's results are written to ``journal/`` in the run's folder as
-            they come, where a round takes longer than that, and deleted with the round's checkpoint. Null for no journal. On
-            one device only, and not with the engine "ray".
+        journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the drawing that it was in
+            the middle of: replies, the server's results and snapshots of the training in progress are written to
+            ``journal/`` in the run's folder, where a round takes longer than that, and deleted with the round's checkpoint.
+            A line names trainings that cannot be resumed within. Null for no journal. On one device only, and not with the
+            engine "ray".
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).

@@ -20,7 +20,8 @@ from fl_lightning.data.augmentation import augment, draw
 from fl_lightning.data.examples import Examples
 from fl_lightning.federation import lean
 from fl_lightning.federation.flops import FlopCount
-from fl_lightning.federation.journal import SERVER_TURN, Journal, client_turn, count_costs, result_of
+from fl_lightning.federation.journal import SERVER_TURN, Journal, Training, client_turn, count_costs, result_of
+from fl_lightning.federation.snapshot import Snapshots
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import derive_seed, owned_global_rng, torch_generator
@@ -71,19 +72,39 @@ class BatchLoader:
         self.examples, self.batch_size, self.generator = examples, batch_size, generator
         self.rank, self.world_size, self.draws, self.poisson = rank, world_size, draws, poisson
         self.served, self.check = 0, check  # examples so far
+        self._first, self._order = (
+            0,
+            torch.empty(0, dtype=torch.int64),
+        )  # batches that the next pass leaves out; its order
+
+    def state(self, done: int) -> dict[str, Any]:
+        """What the rest of a pass depends on, after so many of its batches."""
+        generators = (self.generator, self.draws)
+        states = [None if generator is None else generator.get_state() for generator in generators]
+        return {"done": done, "order": self._order, "generators": states, "served": self.served}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Begin the next pass behind the batches that were done; nothing of these is fetched."""
+        self._first, self._order, self.served = state["done"], state["order"], state["served"]
+        for generator, own in zip((self.generator, self.draws), state["generators"], strict=True):
+            if generator is not None:
+                generator.set_state(own)
 
     def __len__(self) -> int:
         return math.ceil(len(self.examples) / self.batch_size)
 
     def _indices(self) -> Iterator[Tensor]:
         count = len(self.examples)
+        first, self._first = self._first, 0
         if self.poisson:
-            for _ in range(len(self)):
+            for _ in range(first, len(self)):
                 drawn = torch.rand(count, generator=self.generator, dtype=torch.float64) * count < self.batch_size
                 yield drawn.nonzero().flatten()
         else:
-            order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
-            yield from order.split(self.batch_size)
+            if not first:
+                shuffled = self.generator is not None
+                self._order = torch.randperm(count, generator=self.generator) if shuffled else torch.arange(count)
+            yield from self._order.split(self.batch_size)[first:]
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._indices():
@@ -148,6 +169,7 @@ class Participant:
         self.flops: FlopCount | None = None  # counts where one is set
         self._limit: tuple[float, float] | None = None  # seconds of the turn at hand, and when it is over
         self.journal: Journal | None = None  # keeps what turns come to where one is set
+        self._place: Training | None = None  # in the journal, of the request that is being carried out
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
 
@@ -200,7 +222,11 @@ class Participant:
                 except (KeyError, ValueError):  # a task that does not take what it gave
                     self.journal.discard(name, number)
             before = self.flops.total if self.flops else 0.0
-            result = self.execute(request, *owner)
+            self._place = self.journal.training(name, number, request)
+            try:
+                result = self.execute(request, *owner)
+            finally:
+                self._place = None
             self.journal.keep(name, number, request, result, self.flops.total - before if self.flops else 0.0)
             return result
 
@@ -231,7 +257,7 @@ class Participant:
                 return self._fit(task, request, owner) if isinstance(request, Fit) else self._predict(task, request)
             finally:
                 task.given, task.rule, task.criterion, task.learning_rate, task.lr_scale = {}, None, None, None, 1.0
-                task.pictures = []
+                task.pictures, task.examples = [], None
                 task._trainer = None  # else the module keeps the optimizer, its state and the loaders alive
 
     def _task(self, name: str) -> FederatedTask:
@@ -265,13 +291,16 @@ class Participant:
         batch_size = int(fit.overrides.get("batch_size", self.batch_size))
         draws = torch_generator(self.seed, *owner, *fit.key, "augment") if fit.data.augmentation else None
         data = self._inputs(task, fit.data, keep=draws is None)
-        place = trainer.global_rank, trainer.world_size
-        loader = BatchLoader(data, batch_size, generator, *place, draws, fit.poisson, self._in_time)
+        task.examples = data
+        share = trainer.global_rank, trainer.world_size
+        loader = BatchLoader(data, batch_size, generator, *share, draws, fit.poisson, self._in_time)
         task.train()
         try:
             epochs, steps = self._rewind(fit.overrides, by_trainer)
             if not by_trainer:
-                optimizer, num_steps = lean.fit(trainer, task, loader, epochs, steps)
+                place = self._place
+                snapshots = None if place is None else Snapshots(place, trainer, task, loader, self._tell)
+                optimizer, num_steps = lean.fit(trainer, task, loader, epochs, steps, snapshots)
             else:
                 trainer.fit(task, loader)
                 optimizer, num_steps = trainer.optimizers[0], trainer.global_step
@@ -307,17 +336,22 @@ class Participant:
         reason = lean.obstacle(self.trainer, task, callbacks)
         if reason and self.client_loop == "lean":
             raise ValueError(f"federation.client_loop is 'lean', but a fit needs Lightning's Trainer because {reason}")
-        if reason and reason not in self._told and self.trainer.global_rank == 0:
-            self._told.add(reason)
-            print(f"fits of {type(task).__name__} run under Lightning's Trainer because {reason}", file=sys.stderr)
+        if reason:
+            over = "; where it is killed, such a fit starts over" if self.journal is not None else ""
+            self._tell(f"fits of {type(task).__name__} run under Lightning's Trainer because {reason}{over}", reason)
         return reason is None
+
+    def _tell(self, line: str, reason: str | None = None) -> None:
+        """Say a line once, or one for the same reason."""
+        if (reason or line) not in self._told and self.trainer.global_rank == 0:
+            self._told.add(reason or line)
+            print(line, file=sys.stderr)
 
     def _release(self, by_trainer: bool) -> None:
         """Let go of the optimizer, its state, the examples and the callbacks, which the Trainer would keep until the next
         fit."""
         self.trainer.callbacks = []  # type: ignore[attr-defined]
-        if by_trainer:
-            self.trainer.strategy._reset_optimizers_and_schedulers()
+        self.trainer.strategy._reset_optimizers_and_schedulers()
         self._rewind({}, by_trainer)
 
     @staticmethod

@@ -346,7 +346,7 @@ class CheckpointFolder:
             if final.exists():  # set aside, so that there is no moment with neither
                 final.rename(aside)
             beside.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
         except TypeError:
             shutil.rmtree(beside, ignore_errors=True)
             raise
@@ -454,7 +454,7 @@ def _verified(path: Path, only: str | None = None) -> list[str]:
     return names
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Make renames in a folder last."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -43,6 +43,8 @@ class CoBoostingGenerator(BatchSearch):
         *args: Those of `BatchSearch`.
     """
 
+    resumes = True
+
     def __init__(
         self, hardness: float, weights: tuple[float, float], adversarial_temperature: float, *args: Any
     ) -> None:
@@ -97,6 +99,8 @@ class EnsembleWeights(FederatedTask):
         temperature: T of a "mean" of probabilities.
     """
 
+    resumes = True
+
     def __init__(self, model: FederatedTask, combine: Combine, temperature: float) -> None:
         super().__init__(ClippedSignDescent)
         self.asked = Asked(model)
@@ -126,6 +130,8 @@ class DiverseSamples(Callback):
         seed: Owner of the random directions.
     """
 
+    runs_lean = resumes = True
+
     def __init__(self, asked: Asked, combine: Combine, epsilon: float, temperature: float, seed: int) -> None:
         self.asked, self.epsilon, self.temperature, self.seed = asked, epsilon, temperature, seed
         self.combine: Combine = combine
@@ -133,6 +139,12 @@ class DiverseSamples(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._draws = torch.Generator().manual_seed(self.seed)
         pl_module.criterion = self.criterion
+
+    def fit_state(self) -> dict[str, Any]:
+        return {"draws": self._draws.get_state()}
+
+    def load_fit_state(self, state: dict[str, Any]) -> None:
+        self._draws.set_state(state["draws"])
 
     def criterion(self, task: FederatedTask, batch: Batch) -> Tensor:
         """The loss in place of the task's own."""

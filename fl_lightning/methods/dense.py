@@ -38,6 +38,8 @@ class DENSEGenerator(BatchSearch):
         *args: Those of `BatchSearch`.
     """
 
+    resumes = True
+
     def __init__(
         self,
         weights: tuple[float, float],

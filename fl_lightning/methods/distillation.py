@@ -46,7 +46,7 @@ class Distil(Callback):
         temperature: T of `distillation_kl`, above 0.
     """
 
-    runs_lean = True
+    runs_lean = resumes = True
 
     def __init__(self, temperature: float = 4.0) -> None:
         if not temperature > 0:

@@ -39,6 +39,8 @@ class FedFTGGenerator(AdversarialGenerator):
         *args: Those of `AdversarialGenerator`.
     """
 
+    resumes = True
+
     def __init__(self, weights: tuple[float, float, float], discrepancy: Discrepancy, *args: Any) -> None:
         super().__init__(*args)
         self.weights: tuple[float, float, float] = weights
@@ -85,6 +87,8 @@ class SoftCrossEntropy(Callback):
     Args:
         class_mean: Mean over batch and classes; False sums over the classes.
     """
+
+    runs_lean = resumes = True
 
     def __init__(self, class_mean: bool) -> None:
         self.class_mean = class_mean

@@ -22,7 +22,18 @@ from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rules.base import LocalRule
 
 _STEP = ("_current_fx_name", "_loss_counted", "_seen", "loss_sum", "num_losses", "lr_sum", "num_gradients")
-_FIT = ("given", "rule", "criterion", "learning_rate", "lr_scale", "inputs_are_cached", "_trainer", "training")
+_FIT = (
+    "given",
+    "examples",
+    "rule",
+    "criterion",
+    "learning_rate",
+    "lr_scale",
+    "inputs_are_cached",
+    "_trainer",
+    "training",
+)
+_COUNTED = ("loss_sum", "num_losses", "lr_sum", "num_gradients")
 _PLAIN = frozenset((*_STEP, *_FIT))
 
 
@@ -70,15 +81,21 @@ class FederatedTask(LightningModule):
         request_seed: Of the request's owner, set by the participant: for draws beside the training, which must leave the
             global generators alone.
         pictures: What callbacks have drawn in the fit.
+        examples: Those of the fit.
+        resumes: Whether a killed fit can go on in its middle. A class says True in its own body, whatever its bases say:
+            what a fit of it carries from step to step lies in parameters, buffers and `fit_state`.
 
     Args:
         optimizer: Builds the local optimizer from the trainable parameters. It is an argument of the task, not a section
             of its own, since a section's optimizer would stay bound to one copy of the parameters.
     """
 
+    resumes = False
+
     def __init__(self, optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.1)) -> None:
         super().__init__()
         self.optimizer = optimizer
+        self.examples: Examples | None = None
         self.given: Mapping[str, Mapping[str, Tensor]] = {}
         self.rule: LocalRule | None = None
         self.criterion: Callable[[FederatedTask, Batch], Tensor] | None = None  # in place of `loss`; a callback sets it
@@ -148,6 +165,17 @@ class FederatedTask(LightningModule):
         """Copies of the trainable parameters and persistent buffers, on the CPU."""
         own = {**self.trainable(), **self.persistent_buffers()}
         return {name: value.detach().to("cpu", copy=True) for name, value in own.items()}
+
+    def fit_state(self) -> dict[str, Any]:
+        """What a fit carries from step to step beside parameters and buffers: tensors and JSON values."""
+        counted = {name: getattr(self, name) for name in _COUNTED}
+        return {**counted, "pictures": [vars(picture) for picture in self.pictures]}
+
+    def load_fit_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `fit_state`, in a fit that has just started from where that one had started."""
+        for name in _COUNTED:
+            setattr(self, name, state[name])
+        self.pictures = [Picture(**picture) for picture in state["pictures"]]
 
     # ---- what Lightning calls
 

@@ -27,6 +27,8 @@ class ClassificationTask(FederatedTask):
         std: Divides after, likewise; above 0.
     """
 
+    resumes = True
+
     def __init__(
         self,
         network: Callable[[tuple[int, int, int], int], nn.Module] = MLP,

@@ -22,6 +22,8 @@ from fl_lightning.tasks.prefix import PrefixCache
 
 Objective = Literal["sft", "grpo", "sft_kl"]
 Reference = Mapping[str, Tensor]
+# Of a policy, what the stage of a fit is.
+_STAGE = ("objective", "old", "references", "reference_text", "mix_probabilities", "statistics", "num_rl_steps")
 
 
 class ClipPolicy(FederatedTask):
@@ -44,6 +46,8 @@ class ClipPolicy(FederatedTask):
     text: TextTower | None
     tokens: Tensor
     logit_scale: Tensor
+
+    resumes = True
 
     def __init__(
         self,
@@ -175,6 +179,19 @@ class ClipPolicy(FederatedTask):
         super().on_fit_start()
         self.statistics, self.num_rl_steps = {}, 0
 
+    def fit_state(self) -> dict[str, Any]:
+        noise = None if self.noise is None else self.noise.get_state()
+        return {**super().fit_state(), **{name: getattr(self, name) for name in _STAGE}, "noise": noise}
+
+    def load_fit_state(self, state: Mapping[str, Any]) -> None:
+        super().load_fit_state(state)
+        for name in _STAGE:
+            setattr(self, name, state[name])
+        self.noise = None
+        if state["noise"] is not None:
+            self.noise = torch.Generator(self.device)
+            self.noise.set_state(state["noise"].cpu())
+
     def fit_metrics(self) -> dict[str, float]:
         return super().fit_metrics() | {
             name: float(value) / self.num_rl_steps for name, value in self.statistics.items()
@@ -199,6 +216,8 @@ class ClipTask(ClipPolicy):
             once per image; a set that needs more is not cached. 0 turns it off.
         cache_dir: Where open_clip keeps downloaded weights.
     """
+
+    resumes = True
 
     def __init__(
         self,
@@ -280,6 +299,8 @@ class ClipTextTask(FederatedTask):
 
     tokens: Tensor
     logit_scale: Tensor
+
+    resumes = True
 
     def __init__(
         self, text: TextTower, tokens: Tensor, logit_scale: Tensor, num_base: int, optimizer: OptimizerCallable

@@ -49,6 +49,8 @@ class DiffusionTask(GeneratorTask):
         sample_batch_size: Samples drawn at a time, at least 1.
     """
 
+    resumes = True
+
     def __init__(
         self,
         network: Callable[[tuple[int, int, int], int], nn.Module] = EDM2UNet,

@@ -67,6 +67,8 @@ class GaussianTask(GeneratorTask):
         optimizer: Has nothing to do.
     """
 
+    resumes = True
+
     def __init__(
         self,
         ridge: float = (0.5 / 255) ** 2,
@@ -132,6 +134,7 @@ class CVAETask(GeneratorTask):
     """
 
     conditional = True
+    resumes = True
 
     def __init__(
         self,

@@ -70,6 +70,8 @@ class InversionTask(FederatedTask):
         ValueError: A value out of range, or a model that is no built classifier.
     """
 
+    resumes = True
+
     def __init__(
         self,
         model: FederatedTask,
@@ -127,6 +129,13 @@ class InversionTask(FederatedTask):
                 raise ValueError(f"pixels have shape {tuple(tensors['pixels'].shape)}; it must be (B, C, H, W)")
             self._resize(tensors["pixels"].to(self.pixels))
         super().load(tensors)
+
+    def fit_state(self) -> dict[str, Any]:
+        return {**super().fit_state(), "kept": self.kept, "confidence": self._confidence}
+
+    def load_fit_state(self, state: Mapping[str, Any]) -> None:
+        super().load_fit_state(state)
+        self.kept, self._confidence = state["kept"], state["confidence"]
 
     # ---- the sparse part, driven by a callback
 

@@ -127,8 +127,8 @@ class Light(Callback):
 class Heavy(Light):
     """Has a hook that the lean loop does not call."""
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.seen.append("heavy setup")
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append("heavy check")
 
 
 def test_light_callbacks_run_in_lightnings_order_and_heavy_ones_need_the_trainer() -> None:
