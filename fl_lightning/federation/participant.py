@@ -72,10 +72,7 @@ class BatchLoader:
         self.examples, self.batch_size, self.generator = examples, batch_size, generator
         self.rank, self.world_size, self.draws, self.poisson = rank, world_size, draws, poisson
         self.served, self.check = 0, check  # examples so far
-        self._first, self._order = (
-            0,
-            torch.empty(0, dtype=torch.int64),
-        )  # batches that the next pass leaves out; its order
+        self._first, self._order = 0, torch.empty(0, dtype=torch.int64)  # batches that a pass leaves out; its order
 
     def state(self, done: int) -> dict[str, Any]:
         """What the rest of a pass depends on, after so many of its batches."""
