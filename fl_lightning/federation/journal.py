@@ -146,16 +146,21 @@ class Journal:
             except StopIteration:
                 return
             if reply is not None and received is not None and reply.message.sender not in self._recalled:
-                value = {
-                    "reply": _reply_tree(reply),
-                    "num_gradients": worker.num_gradients - gradients,
-                    "flops": _flops(worker) - flops,
-                    "failures": [asdict(failure) for failure in guard.failures[failures:]],
-                }
-                turn = client_turn(reply.message.sender)
-                self._bytes -= sum(map(_size, self._held.pop(turn, [])))
-                self._hold(_Entry({"kind": REPLY, "turn": turn}, value))
+                costs = worker.num_gradients - gradients, _flops(worker) - flops
+                self.keep_reply(reply, *costs, guard.failures[failures:])
             yield reply, received
+
+    def keep_reply(self, reply: Reply, num_gradients: int, flops: float, failures: Sequence[Failure]) -> None:
+        """Keep a reply that has been accepted, with what it has cost and in what its client has failed before."""
+        value = {
+            "reply": _reply_tree(reply),
+            "num_gradients": num_gradients,
+            "flops": flops,
+            "failures": [asdict(failure) for failure in failures],
+        }
+        turn = client_turn(reply.message.sender)
+        self._bytes -= sum(map(_size, self._held.pop(turn, [])))
+        self._hold(_Entry({"kind": REPLY, "turn": turn}, value))
 
     def recall(self, clients: Sequence[str], worker: Participant, guard: Guard) -> list[Reply] | None:
         """The replies of clients, counted as if they had just been made; None unless those of all are there."""
@@ -195,6 +200,11 @@ class Journal:
             return value
         self.discard(turn, number)
         return None
+
+    def without_replies(self) -> None:
+        """The round's replies are not kept, and are made again: so is all that the server did with them."""
+        self._known.pop(SERVER_TURN, None)
+        self._forget_training(SERVER_TURN)
 
     def discard(self, turn: str, number: int) -> None:
         """A result does not fit: it is done again, and all that came after it."""

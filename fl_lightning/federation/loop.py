@@ -71,8 +71,8 @@ class FederationLoop:
         journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the drawing that it was in
             the middle of: replies, the server's results and snapshots of the training in progress are written to
             ``journal/`` in the run's folder, where a round takes longer than that, and deleted with the round's checkpoint.
-            A line names trainings that cannot be resumed within. Null for no journal. On one device only, and not with the
-            engine "ray".
+            A line names trainings that cannot be resumed within. Null for no journal. On one device only; with the engine
+            "ray" no training of a client, and no replies that workers add up.
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).
@@ -564,14 +564,15 @@ class FederationLoop:
         return self.folder.folder / f"round_{round:05d}"
 
     def _new_journal(self, run_folder: Path | None) -> Journal | None:
-        """The journal of a run that has a folder, one device, and an engine that sees every reply."""
+        """The journal of a run that has a folder and one device."""
         if run_folder is None or self.journal_seconds is None:
             return None
-        devices, ray = self.participant.trainer.world_size, self.engine_name == "ray"
-        if devices > 1 or ray:
-            why = "the engine is 'ray'" if ray else f"there are {devices} devices"
+        if (devices := self.participant.trainer.world_size) > 1:
             if self.is_main:
-                print(f"no journal of unfinished rounds (federation.journal_seconds): {why}", file=sys.stderr)
+                print(
+                    f"no journal of unfinished rounds (federation.journal_seconds): there are {devices} devices",
+                    file=sys.stderr,
+                )
             return None
 
         def base() -> Path:

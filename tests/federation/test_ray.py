@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from federation.test_journal import REQUESTS, Killed, Watched, chain
 from federation.test_loop import Peers
 from federation.tiny import data, federation, normalised, numbers, same
 from methods.test_flat_family import FAMILY
@@ -30,6 +32,7 @@ from fl_lightning.federation.incoming import BadReply, TooFewReplies
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.privacy import PrivateMean
 from fl_lightning.federation.sampling import PoissonSampler, UniformSampler
+from fl_lightning.federation.state import CheckpointFolder
 from fl_lightning.message import Message
 from fl_lightning.methods import FedAvg, LocalOnly
 from fl_lightning.methods.averaging import AveragingClient
@@ -317,6 +320,44 @@ def test_the_size_of_replies_is_limited_where_they_are_made() -> None:
     for workers in (1, 3):
         with pytest.raises(BadReply, match=r"client 0 replied with .* federation.max_reply_bytes is 100"):
             run(lambda: FedAvg(rounds=1), workers, max_reply_bytes=100)
+
+
+# ---- runs that are killed
+
+
+def test_a_killed_round_goes_on_with_the_replies_that_had_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with what the server has done since. A client whose turn was not over starts over."""
+    watched, serial = Watched(monkeypatch), chain(journal_seconds=None, count_flops=False)
+    serial.fit(tmp_path / "serial")
+
+    def fit(folder: Path, kill: int | None = None) -> tuple[FederationLoop, int]:
+        loop, watched.asked, watched.last = chain(engine="ray", num_workers=2, count_flops=False), [], kill
+        loop.engine.ray = Copying()  # type: ignore[attr-defined]
+        kept = CheckpointFolder(folder / "checkpoints").list()
+        with suppress(Killed):
+            loop.fit(folder, kept[-1] if kept else None, {"config_hash": "a"})
+        return loop, len(watched.asked)
+
+    for kill, spared in ((1, 0), (5, 2), (6, 6), (8, 8)):  # the third client is waited for; the server's third request
+        fit(tmp_path / str(kill), kill)
+        loop, again = fit(tmp_path / str(kill))
+        alike(loop, serial)
+        assert again == REQUESTS - spared
+
+
+def test_workers_that_add_replies_up_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = partial(federation, sizes=SIZES, engine="ray", num_workers=1, journal_seconds=0.0)
+    serial = run(lambda: FedAvg(rounds=2), 0)
+    for die in (1, 0):
+        loop, stand_in = make(FedAvg(rounds=2)), Copying()
+        loop.engine.ray = stand_in  # type: ignore[attr-defined]
+        if die:
+            monkeypatch.setattr(loop.method, "server_update", lambda *a: [][0])
+        kept = CheckpointFolder(tmp_path / "checkpoints").list()
+        with suppress(IndexError):
+            loop.fit(tmp_path, kept[-1] if kept else None)
+        assert [len(clients) for clients in stand_in.order] == [8, 8, 3] * (1 if die else 2)
+    assert same(loop.method.state_dict(), serial.method.state_dict())
 
 
 # ---- what sees all replies, and what changes them

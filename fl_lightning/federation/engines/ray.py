@@ -21,7 +21,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -361,36 +361,58 @@ class RayEngine(SerialEngine):
         accepted: Callable[[Reply], None] | None,
     ) -> Total:
         self.guard.begin(message.round, uplink)
-        intake, num_gradients = Intake(cohort, uplink, weight, accepted), 0
+        participant, journal = self.participant, self.participant.journal
+        intake, before = Intake(cohort, uplink, weight, accepted), participant.num_gradients
         weights = {key: weight(Message(message.round, key, num_examples=len(self.data.train(key)))) for key in cohort}
-        groups = {key: addressed(key) for key in cohort}
+        received = {key: addressed_part(message, addressed(key)) for key in cohort}
         blocks = _pieces(cohort, block_size(len(cohort)))
         whole = accepted is not None or len(blocks) < BUSY * self.num_workers
-        clients = _pieces(cohort, 1) if whole else blocks
         work = Work(program, message, {name: _schema(group) for name, group in uplink.items()}, whole)
-        items = [
-            Item({k: self.memory.get(k) for k in keys}, {k: groups[k] for k in keys}, {k: weights[k] for k in keys})
-            for keys in clients
-        ]
+
+        def items(clients: Sequence[tuple[str, ...]]) -> list[Item]:
+            return [
+                Item({k: self.memory.get(k) for k in c}, {k: addressed(k) for k in c}, {k: weights[k] for k in c})
+                for c in clients
+            ]
+
         done: Done
-        for keys, done in zip(clients, self._results("update", work, items, progress), strict=True):
-            self.guard.take_over(done.failures, done.lost)
-            num_gradients += done.num_gradients
-            replies = {reply.message.sender: reply for reply in done.replies}
-            for key in keys:
-                reply, received = replies.get(key), addressed_part(message, groups[key])
-                if done.block is None:
-                    intake.take(reply, received)
-                elif reply is not None:
+        if whole:
+            known = {key: found[0] for key in cohort if (found := self.recalled([key])) is not None}
+            left = [key for key in cohort if key not in known]
+            results = self._results("update", work, items(_pieces(left, 1)), progress, self._journalled)
+            for key in cohort:
+                if key not in known:
+                    done = next(results)
+                    self._count(done)
+                intake.take(known[key] if key in known else next(iter(done.replies), None), received[key])
+        else:
+            if journal is not None:
+                journal.without_replies()
+            for done in self._results("update", work, items(blocks), progress):
+                self._count(done)
+                for reply in done.replies:
+                    key = reply.message.sender
                     if (actual := weight(reply.message)) != weights[key]:
                         raise ValueError(
                             f"client {key} was to weigh {weights[key]} by its examples, and its reply weighs {actual}; "
                             "use federation.engine serial"
                         )
-                    intake.count(reply, received)
-            if done.block is not None and replies:
-                intake.reducer.merge(done.block)
-        return intake.finish(self.guard, self.memory, num_gradients)
+                    intake.count(reply, received[key])
+                if done.replies:
+                    assert done.block is not None
+                    intake.reducer.merge(done.block)
+        return intake.finish(self.guard, self.memory, participant.num_gradients - before)
+
+    def _journalled(self, done: Done) -> None:
+        """Keep a client's reply as soon as it is here, whoever is waited for."""
+        if self.participant.journal is not None:
+            for reply in done.replies:
+                self.participant.journal.keep_reply(reply, done.num_gradients, 0.0, done.failures)
+
+    def _count(self, done: Done) -> None:
+        """Take over what a worker's item has cost, and who failed in it."""
+        self.guard.take_over(done.failures, done.lost)
+        self.participant.num_gradients += done.num_gradients
 
     def evaluate(
         self, program: ClientProgram, message: Message, clients: Sequence[str]
@@ -449,8 +471,22 @@ class RayEngine(SerialEngine):
         kind = self.ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy=place)(_Actor)
         return _Group(self.ray, [kind.remote() for _ in range(count)], pack)
 
-    def _results(self, name: str, work: Work, items: Sequence[Item], progress: Callable[[str], None]) -> Iterator[Any]:
+    def _results(
+        self,
+        name: str,
+        work: Work,
+        items: Sequence[Item],
+        progress: Callable[[str], None],
+        arrived: Callable[[Any], None] | None = None,
+    ) -> Iterator[Any]:
         """Results of all items in their order, whoever does them when; the longest go first.
+
+        Args:
+            name: Of the workers' method.
+            work: What the items share.
+            items: The items.
+            progress: Called with a client when somebody begins with it.
+            arrived: Called with a result when it is there, before its turn comes.
 
         Raises:
             Exception: What ended the first item that did not end well, with the place as a note.
@@ -507,6 +543,9 @@ class RayEngine(SerialEngine):
                 else:
                     if ready[at][0] is not None:
                         waiting = [other for other in waiting if other < at]  # the run ends here, if not before
+                    elif arrived is not None:
+                        with suppress(self.ray.exceptions.ObjectLostError):  # it is made again when its turn comes
+                            arrived(self.ray.get(result))
                 idle.append(worker)
         finally:
             if running:  # given up in the middle: nobody waits for what these do
