@@ -287,3 +287,20 @@ def test_a_reply_is_taken_in_before_the_next_one_is_made() -> None:
     loop.program = Made()
     loop.fit()
     assert seen == [(what, key) for key in loop.info.clients for what in ("made", "taken")]
+
+
+class TwoBiases(nn.Module):
+    """Their gradients are the same operation."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Linear(4, num_classes).double() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.one(inputs.flatten(1)) + self.other(inputs.flatten(1))
+
+
+def test_an_optimizer_that_writes_into_gradients_finds_each_in_memory_of_its_own() -> None:
+    optimizer = sgd(0.1, momentum=0.9, nesterov=True, foreach=True)  # on a GPU, torch's default
+    ours, serial = pair(lambda: FedAvg(rounds=1), network=TwoBiases, optimizer=optimizer)
+    close(ours.method.state_dict()["parameters"], serial.method.state_dict()["parameters"])
