@@ -478,7 +478,8 @@ class _Together(torch.autograd.Function):
             value.movedim(axis, 0) if axis is not None else value.expand(info.batch_size, *value.shape)
             for value, axis in zip(values, in_dims[1:], strict=True)
         ]
-        found = tuple(gradients(*stacked))
+        # The list of operations takes views, as of the parameters in memory that it was written down for.
+        found = tuple(gradients(*(value.contiguous() for value in stacked)))
         return found, (0,) * len(found)
 
 
