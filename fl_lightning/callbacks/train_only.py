@@ -23,3 +23,6 @@ class TrainHead(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # the task goes on to other fits

@@ -61,12 +61,13 @@ class Copying:
         self.order: list[tuple[str, ...]] = []
         self.results: list[Any] = []
         self.die = self.lose = 0  # workers at work, results of theirs
+        self.machines: list[dict[str, float]] = [{"CPU": 3.0}]
 
     def is_initialized(self) -> bool:
         return True
 
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 3.0}
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": dict(machine)} for machine in self.machines]
 
     def put(self, value: Any) -> Any:
         self.puts.append(value)
@@ -448,8 +449,29 @@ def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
 
 
 def test_a_cluster_that_is_too_small_is_named() -> None:
-    with pytest.raises(ValueError, match="num_workers is 2, which takes 4 CPUs; Ray has 3"):
+    text = r"num_workers is 2, and Ray's machines have room for 1: .* 2 CPUs and 0 GPUs"
+    with pytest.raises(ValueError, match=text):
         run(lambda: FedAvg(rounds=1), 2, Copying(), devices_per_worker=2)
+
+
+@pytest.mark.parametrize(
+    ("workers", "devices", "gpus", "machines", "room"),
+    [
+        (2, 2, 0, [{"CPU": 3.0}, {"CPU": 1.0}], 1),  # the four CPUs are on two machines
+        (2, 2, 2, [{"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 1.0}], 1),
+        (3, 1, 0.6, [{"CPU": 8.0, "GPU": 2.0}], 2),  # 1.8 of two GPUs, but no GPU has room for two
+        (4, 1, 1 / 3, [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 1.0}], 3),
+    ],
+)
+def test_what_lies_on_several_machines_or_gpus_does_not_add_up(
+    workers: int, devices: int, gpus: float, machines: list[dict[str, float]], room: int
+) -> None:
+    loop = federation(FedAvg(rounds=1), engine="ray", num_workers=workers, devices_per_worker=devices)
+    loop.engine.ray, loop.engine.gpus_per_worker = Copying(), gpus  # type: ignore[attr-defined]
+    loop.engine.ray.machines = machines  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"num_workers is {workers}, and Ray's machines have room for {room}:"):
+        loop.engine._start()  # type: ignore[attr-defined]
+    assert sum(map(loop.engine._room, machines)) == room  # type: ignore[attr-defined]
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

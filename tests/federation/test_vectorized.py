@@ -24,6 +24,7 @@ from fl_lightning.message import Message
 from fl_lightning.methods import FedAvg, LocalOnly
 from fl_lightning.methods.averaging import AveragingClient
 from fl_lightning.methods.base import Client, Steps
+from fl_lightning.rules.base import LocalRule, Tensors, tree_add_scaled
 from fl_lightning.tasks import ClassificationTask, FederatedTask
 
 METHODS = {name: make for name, (make, *_) in FAMILY.items()} | {"local_only": LocalOnly}
@@ -287,3 +288,54 @@ def test_a_reply_is_taken_in_before_the_next_one_is_made() -> None:
     loop.program = Made()
     loop.fit()
     assert seen == [(what, key) for key in loop.info.clients for what in ("made", "taken")]
+
+
+class TwoBiases(nn.Module):
+    """Their gradients are the same operation."""
+
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Linear(4, num_classes).double() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.one(inputs.flatten(1)) + self.other(inputs.flatten(1))
+
+
+def test_an_optimizer_that_writes_into_gradients_finds_each_in_memory_of_its_own() -> None:
+    optimizer = sgd(0.1, momentum=0.9, nesterov=True, foreach=True)  # on a GPU, torch's default
+    ours, serial = pair(lambda: FedAvg(rounds=1), network=TwoBiases, optimizer=optimizer)
+    close(ours.method.state_dict()["parameters"], serial.method.state_dict()["parameters"])
+
+
+class Convolving(nn.Sequential):
+    def __init__(self, input_shape: tuple[int, int, int], num_classes: int) -> None:
+        layers = nn.Conv2d(1, 3, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(27, num_classes)
+        super().__init__(*(layer.double() for layer in layers))
+
+
+@dataclass(frozen=True)
+class AtStart(LocalRule):
+    """Half of its direction is the gradient where the fit started, which is one place for all clients."""
+
+    perturbs = True
+
+    def constants(self, start: Tensors, given: Any) -> dict[str, Any]:
+        return {"start": start}
+
+    def direction(self, oracle: Any, params: Tensors, constants: Any, carry: Any, step: int) -> tuple[Tensors, Any]:
+        return tree_add_scaled(oracle(params), oracle(constants["start"]), 1.0), carry
+
+
+class FromStart(AveragingClient):
+    def rules(self, client: Client, message: Message) -> tuple[LocalRule, ...]:
+        return (AtStart(),)
+
+
+def test_a_rule_may_ask_at_parameters_that_all_clients_share() -> None:
+    found = []
+    for engine in ("vectorized", "serial"):
+        loop = federation(FedAvg(rounds=1), SIZES, network=Convolving, engine=engine)
+        loop.program = FromStart()
+        loop.fit()
+        found.append(loop.method.state_dict()["parameters"])
+    close(*found)

@@ -446,17 +446,24 @@ class RayEngine(SerialEngine):
                     address=self.address or "local", include_dashboard=False, logging_level="error", **options
                 )
             self._started = True
-        there = self.ray.cluster_resources()
-        for name, each in (("CPU", self.devices_per_worker), ("GPU", self.gpus_per_worker)):
-            needed, given = self.num_workers * each, there.get(name, 0.0)
-            if needed > given:  # Ray would wait for more machines
-                raise ValueError(
-                    f"federation.num_workers is {self.num_workers}, which takes {needed:g} {name}s; Ray has {given:g}"
-                )
+        room = sum(self._room(node["Resources"]) for node in self.ray.nodes() if node["Alive"])
+        if room < self.num_workers:  # Ray would wait for more machines
+            raise ValueError(
+                f"federation.num_workers is {self.num_workers}, and Ray's machines have room for {room}: a worker takes "
+                f"{self.devices_per_worker} CPUs and {self.gpus_per_worker:g} GPUs of one machine"
+            )
         _send_arrays()
         self._settings = self.ray.put(self.settings)
         self.workers = [self._worker() for _ in range(self.num_workers)]
         self.ray.get([worker.use(self._settings) for worker in self.workers])  # raises what a worker could not do
+
+    def _room(self, machine: Mapping[str, float]) -> int:
+        """Workers that a machine of these resources has room for; a fraction of a GPU is one of the same GPU."""
+        cpus, gpus, each = machine.get("CPU", 0.0), machine.get("GPU", 0.0), self.gpus_per_worker
+        by_cpu = int(cpus // self.devices_per_worker)
+        if not each:
+            return by_cpu
+        return min(by_cpu, int(gpus) * int(1 / each + 1e-6) if each < 1 else int(gpus // each))
 
     def _worker(self) -> _Group:
         count, gpus = self.devices_per_worker, self.gpus_per_worker / self.devices_per_worker

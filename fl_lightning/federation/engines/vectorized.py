@@ -249,9 +249,15 @@ class VectorizedEngine(SerialEngine):
             idle = [k for k in range(count) if steps[k] <= number]
             before = {n: p[idle] for n, p in params.items()} if idle else {}
             direction, moved, loss, taken = step(params, inputs, labels, mask, constants, carry, number)
+            taken_up = set[int]()
             for n, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True):
-                parameter.grad = direction[n].detach()
-            del direction
+                gradient = direction[n].detach()
+                memory = gradient.untyped_storage()
+                # Optimizers may write into gradients, and an operation that gives two of them is done once.
+                shared = memory.data_ptr() in taken_up or memory.nbytes() < gradient.nbytes
+                taken_up.add(memory.data_ptr())
+                parameter.grad = gradient.clone() if shared else gradient
+            del direction, gradient, memory
             optimizer.step()
             optimizer.zero_grad()  # its memory is the next gradient's
             for n, rows in before.items():
@@ -472,7 +478,8 @@ class _Together(torch.autograd.Function):
             value.movedim(axis, 0) if axis is not None else value.expand(info.batch_size, *value.shape)
             for value, axis in zip(values, in_dims[1:], strict=True)
         ]
-        found = tuple(gradients(*stacked))
+        # The list of operations takes views, as of the parameters in memory that it was written down for.
+        found = tuple(gradients(*(value.contiguous() for value in stacked)))
         return found, (0,) * len(found)
 
 
