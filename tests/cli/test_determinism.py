@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,17 @@ def cluster() -> Any:
 def test_processes_of_ray_give_the_same_bits(name: str, tmp_path: Path, cluster: Any) -> None:
     serial = fit(name, tmp_path / "serial")
     assert fit(name, tmp_path / "ray", "--federation.engine=ray", "--federation.num_workers=2") == serial
+
+
+@ALL
+def test_bf16_mixed_runs_everywhere(name: str, tmp_path: Path, capsys: Any) -> None:
+    """And trains something else than float32 does. Differential privacy for records refuses it by name."""
+    mixed = "--trainer.precision=bf16-mixed"
+    if name == "fedavg_record_dp":
+        with pytest.raises(SystemExit):
+            fit(name, tmp_path / "mixed", mixed)
+        assert "trainer.precision is bf16-mixed; federation.record_privacy needs 32-true" in capsys.readouterr().err
+        return
+    digest, rows = fit(name, tmp_path / "mixed", mixed)
+    assert digest != fit(name, tmp_path / "plain")[0]
+    assert all(isfinite(float(value)) for row in rows for value in row.values() if value)
