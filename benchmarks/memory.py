@@ -7,7 +7,7 @@ every client has taken part, and each of these keeps a control variate of 199 Ki
 end a checkpoint is written, and read again.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --idx /usr/share/datasets/fashion-mnist
+    python benchmarks/memory.py --idx my_folder
     python benchmarks/memory.py --memories
 """
 
