@@ -22,6 +22,7 @@ from fl_lightning.federation import lean
 from fl_lightning.federation.flops import FlopCount
 from fl_lightning.federation.journal import SERVER_TURN, Journal, Training, client_turn, count_costs, result_of
 from fl_lightning.federation.snapshot import Snapshots
+from fl_lightning.message import cpu_copy
 from fl_lightning.methods.base import Fit, Predict, Result, Steps
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rng import derive_seed, owned_global_rng, torch_generator
@@ -312,8 +313,8 @@ class Participant:
         if trainer.world_size > 1:
             task.loss_sum = trainer.strategy.reduce(task.loss_sum, reduce_op="mean")
         return Result(
-            params={name: _kept(p) for name, p in task.trainable().items()},
-            buffers={name: _kept(b) for name, b in task.persistent_buffers().items()},
+            params={name: cpu_copy(p) for name, p in task.trainable().items()},
+            buffers={name: cpu_copy(b) for name, b in task.persistent_buffers().items()},
             num_steps=num_steps,
             lr_sum=task.lr_sum,
             metrics=task.fit_metrics(),
@@ -414,17 +415,12 @@ class Participant:
         return Result(outputs=torch.cat([o.detach().cpu() for o in outputs]).clone())
 
 
-def _kept(value: Tensor) -> Tensor:
-    """A copy on the CPU, of the task's own tensor."""
-    return value.detach().clone() if value.is_cpu else value.detach().cpu()
-
-
 def _outcome(optimizer: Any) -> dict[str, dict[str, Tensor]]:
     """What the rule hands back from its last step."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
     groups = optimizer.rule.outcome(optimizer.carry)
-    return {g: {n: _kept(value) for n, value in t.items()} for g, t in groups.items()}
+    return {g: {n: cpu_copy(value) for n, value in t.items()} for g, t in groups.items()}
 
 
 def check(fit: Fit) -> None:

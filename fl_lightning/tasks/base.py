@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.data.examples import DataInfo, Examples
+from fl_lightning.message import cpu_copy
 from fl_lightning.optim.rule_optimizer import RuleOptimizer
 from fl_lightning.rules.base import LocalRule
 
@@ -164,7 +165,7 @@ class FederatedTask(LightningModule):
     def state(self) -> dict[str, Tensor]:
         """Copies of the trainable parameters and persistent buffers, on the CPU."""
         own = {**self.trainable(), **self.persistent_buffers()}
-        return {name: value.detach().to("cpu", copy=True) for name, value in own.items()}
+        return {name: cpu_copy(value) for name, value in own.items()}
 
     def fit_state(self) -> dict[str, Any]:
         """What a fit carries from step to step beside parameters and buffers: tensors and JSON values."""
