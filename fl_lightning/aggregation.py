@@ -183,8 +183,8 @@ class Aggregator(ABC):
 
     # ---- between the loop and the rule
 
-    def gathering(self, uplink: Mapping[str, Group]) -> dict[str, Group]:
-        """The uplink with updates kept apart.
+    def gathering(self, uplink: Mapping[str, Group], numbers: Sequence[str] = ()) -> dict[str, Group]:
+        """The uplink with updates kept apart; ``numbers`` names those that replies hold beside it.
 
         Raises:
             ValueError: There is no update, or the method reduces one in a way of its own.

@@ -60,6 +60,7 @@ class Guard:
         record: Called with every failure.
 
     Attributes:
+        numbers: Names of the numbers that a reply must hold beside its groups, in the rounds to come.
         failures: Those of the round.
         turn: Entered around every attempt to get a client's reply.
     """
@@ -71,6 +72,7 @@ class Guard:
         max_bytes: int = MAX_REPLY_BYTES,
         record: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
+        self.numbers: Sequence[str] = ()
         self.policy, self.min_clients, self.max_bytes, self.record = policy, min_clients, max_bytes, record
         self.turn: Callable[[], AbstractContextManager[None]] = nullcontext
         self.begin(0, {})
@@ -97,7 +99,7 @@ class Guard:
             try:
                 with self.turn():
                     reply = ways[min(attempt, len(ways)) - 1]()
-                check_reply(reply, self.uplink, client, self.round, self.max_bytes)
+                check_reply(reply, self.uplink, client, self.round, self.max_bytes, self.numbers)
                 return reply
             except CheckpointError:  # the disk is full, which is no client's fault
                 raise
@@ -144,8 +146,9 @@ def check_reply(
     client: str,
     round: int,
     max_bytes: int = MAX_REPLY_BYTES,
+    numbers: Sequence[str] = (),
 ) -> None:
-    """A reply is what the method expects: groups, names, shapes, dtypes, size, finite numbers.
+    """A reply is what the method expects: groups, names, shapes, dtypes, size, the numbers beside them, all finite.
 
     Raises:
         BadReply: It is not; names everything that is wrong.
@@ -167,6 +170,10 @@ def check_reply(
     for name, group in uplink.items():
         if name in message.tensors:
             wrong += [f"group {name!r} {what}" for what in faults(message.tensors[name], group.like)]
+    if missing := sorted(set(numbers) - message.scalars.keys()):
+        wrong.append(f"misses numbers {some(missing)}")
+    if over := sorted(message.scalars.keys() - set(numbers)):
+        wrong.append(f"has unexpected numbers {some(over)}")
     if endless := sorted(name for name, value in message.scalars.items() if not math.isfinite(value)):
         wrong.append(f"has numbers that are not finite: {some(endless)}")
     if not math.isfinite(reply.metrics.get("loss", 0.0)):

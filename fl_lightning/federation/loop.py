@@ -367,7 +367,7 @@ class FederationLoop:
                     f"federation.min_clients is {self.guard.min_clients}; round {round} has {len(cohort)} clients"
                 )
             if (rule := self._rule(cohort)) is not None:
-                rule.gathering(self.method.uplink(round))
+                rule.gathering(self.method.uplink(round), self.method.numbers(round))
                 try:
                     rule.check(len(cohort))
                 except ValueError as error:
@@ -419,6 +419,7 @@ class FederationLoop:
                         f"(federation.system), and federation.min_clients is {self.guard.min_clients}"
                     )
             rule = self._rule(cohort)
+            self.guard.numbers = method.numbers(round)
 
             def accepted(reply: Reply) -> None:
                 scalars.append(reply.message.scalars)

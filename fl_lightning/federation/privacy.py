@@ -102,13 +102,17 @@ class PrivateMean(Aggregator):
     def check(self, replies: int, refused: int = 0) -> None:
         """Any number will do: the denominator is fixed."""
 
-    def gathering(self, uplink: Mapping[str, Group]) -> dict[str, Group]:
+    def gathering(self, uplink: Mapping[str, Group], numbers: Sequence[str] = ()) -> dict[str, Group]:
         others = {name for name, group in uplink.items() if group.kind != "update"}
         if others:
             raise ValueError(f"PrivateMean covers updates; this method's clients also send {', '.join(sorted(others))}")
+        if numbers:
+            raise ValueError(
+                f"PrivateMean covers updates; this method's clients also send numbers in clear: {', '.join(numbers)}"
+            )
         if unknown := [name for name, group in uplink.items() if group.like is None]:
             raise ValueError(f"PrivateMean needs to know the shapes of what clients send; not stated for {unknown}")
-        return super().gathering(uplink)
+        return super().gathering(uplink, numbers)
 
     def combine(self, vectors: Tensor, refused: int = 0) -> Tensor:
         raise NotImplementedError("a private mean is made with the round's noise; see aggregate")
@@ -150,14 +154,6 @@ class PrivateMean(Aggregator):
             else:
                 out[group][name] = torch.zeros_like(like)
         return out
-
-    def scalars(self, values: Sequence[Mapping[str, float]]) -> dict[str, float]:  # type: ignore[override]
-        """None may be sent: they would cross in clear."""
-        if sent := sorted({name for each in values for name in each}):
-            raise ValueError(
-                f"PrivateMean covers updates; this method's clients also send numbers in clear: {', '.join(sent)}"
-            )
-        return {}
 
     def participants(self, replies: int) -> float:
         return self.expected

@@ -322,6 +322,10 @@ class Method(ABC):
     def uplink(self, round: int) -> dict[str, Group]:
         """The groups that a reply must hold, and how they are reduced."""
 
+    def numbers(self, round: int) -> tuple[str, ...]:
+        """Names of the numbers (`Message.scalars`) that a reply must hold beside them."""
+        return ()
+
     def weight(self, message: Message) -> float:
         """Weight of a reply in a mean, from its number of examples and its scalars. An engine may ask for it with the number
         of examples alone, and asks again when the reply is there."""

@@ -57,6 +57,9 @@ class FedCM(FedAvg):
     def broadcast(self, round: int) -> Message:
         return super().broadcast(round).plus({"momentum": self.gradient})
 
+    def numbers(self, round: int) -> tuple[str, ...]:
+        return ("lr_sum",)
+
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
         self.gradient = {n: -value / total.scalars["lr_sum"] for n, value in total.groups["model"].items()}
         return super().server_update(round, total, server)

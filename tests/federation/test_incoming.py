@@ -17,9 +17,10 @@ from fl_lightning.federation.incoming import BadReply, Failure, TooFewReplies, c
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.sampling import FixedCohort
 from fl_lightning.message import Group, Message
-from fl_lightning.methods import SCAFFOLD, FedAvg, FedDyn, FedSMOO
+from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDyn, FedSMOO
 from fl_lightning.methods.averaging import AveragingClient
 from fl_lightning.methods.base import Client, Reply, Steps
+from fl_lightning.methods.fedcm import FedCMClient
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "fedavg.yaml")
 LIKE = {"w": torch.zeros(2, 3), "b": torch.zeros(3), "n": torch.zeros((), dtype=torch.int64)}
@@ -37,37 +38,38 @@ def reply(**changes: Any) -> Reply:
 
 def refusal(given: Reply, **options: Any) -> str:
     with pytest.raises(BadReply) as error:
-        check_reply(given, UPLINK, "7", 2, **options)
+        check_reply(given, UPLINK, "7", 2, **{"numbers": ("s",), **options})
     return str(error.value)
 
 
 def test_a_reply_that_fits_passes() -> None:
-    check_reply(reply(), UPLINK, "7", 2)
-    check_reply(reply(num_examples=0), UPLINK, "7", 2)
+    check_reply(reply(), UPLINK, "7", 2, numbers=("s",))
+    check_reply(reply(num_examples=0), UPLINK, "7", 2, numbers=("s",))
 
 
 def test_one_error_lists_everything_that_is_wrong() -> None:
     model = {"w": torch.zeros(3, 2), "n": torch.zeros(()), "extra": torch.tensor([1.0, torch.inf])}
-    bad = reply(tensors={"model": model, "odd": {}}, scalars={"s": torch.nan}, num_examples=-1, sender="8", round=3)
+    bad = reply(tensors={"model": model, "odd": {}}, scalars={"t": torch.nan}, num_examples=-1, sender="8", round=3)
     assert refusal(replace(bad, metrics={"loss": torch.nan})) == (
         "client 7's reply is of client '8' and round 3, expected '7' and 2; has num_examples -1; it must be at least 0; "
         "misses groups rows; has unexpected groups odd; group 'model' misses b; group 'model' has unexpected extra; "
         "group 'model' has w as (3, 2) torch.float32, expected (2, 3) torch.float32; "
         "group 'model' has n as () torch.float32, expected () torch.int64; group 'model' is not finite: extra; "
-        "has numbers that are not finite: s; comes from a training whose loss is nan"
+        "misses numbers s; has unexpected numbers t; has numbers that are not finite: t; "
+        "comes from a training whose loss is nan"
     )
 
 
 def test_rows_may_be_many_but_not_wide() -> None:
     rows = {"x": torch.zeros(9, 4), "y": torch.zeros(9, dtype=torch.int64)}
-    check_reply(reply(tensors={"model": LIKE, "rows": rows}), UPLINK, "7", 2)
+    check_reply(reply(tensors={"model": LIKE, "rows": rows}), UPLINK, "7", 2, numbers=("s",))
     text = refusal(reply(tensors={"model": LIKE, "rows": {**rows, "x": torch.zeros(9, 5)}}))
     assert text == "client 7's reply group 'rows' has x as (9, 5) torch.float32, expected (0, 4) torch.float32"
 
 
 def test_a_reply_is_no_larger_than_allowed() -> None:
     size = reply().message.nbytes
-    check_reply(reply(), UPLINK, "7", 2, max_bytes=size)
+    check_reply(reply(), UPLINK, "7", 2, size, ("s",))
     assert refusal(reply(), max_bytes=size - 1) == (
         f"client 7 replied with {size} bytes; federation.max_reply_bytes is {size - 1}"
     )
@@ -153,6 +155,33 @@ def test_who_succeeds_when_asked_again_takes_part(options: Any) -> None:
             (2, "1", 1, "OSError: the disk is gone", False)
         ]
         assert "raise OSError" in seen[0].traceback
+
+
+@dataclass(frozen=True)
+class Silent(FedCMClient):
+    """Client 1 leaves the number out that the server divides by."""
+
+    def update(self, client: Client, message: Message) -> Steps:
+        reply = yield from super().update(client, message)
+        sent = reply.message
+        left = {} if client.key == "1" else sent.scalars
+        return replace(reply, message=Message(sent.round, sent.sender, sent.tensors, left, sent.num_examples))
+
+
+class Silenced(FedCM):
+    def client(self) -> Any:
+        return Silent(self.buffer_policy, self.alpha)
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_a_number_that_is_left_out_does_not_change_the_mean_of_the_others(options: Any) -> None:
+    loop, expected = (federation(m(rounds=2), on_client_error="skip", **options) for m in (Silenced, FedCM))
+    expected.sampler = FixedCohort(["0", "2"])
+    for each in (loop, expected):
+        each.fit()
+    for name, value in expected.method.state().items():  # type: ignore[attr-defined]
+        torch.testing.assert_close(loop.method.state()[name], value, rtol=1e-10, atol=1e-12)  # type: ignore[attr-defined]
+    assert [row["round/failures"] for row in loop.history[1:]] == [1, 1]
 
 
 def test_a_failure_ends_the_run_where_that_is_asked_for() -> None:

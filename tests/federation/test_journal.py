@@ -63,6 +63,9 @@ class Chain(Method):
     def uplink(self, round: int) -> dict[str, Group]:
         return {"model": Group("artifact", Keep(), like=self.model)}
 
+    def numbers(self, round: int) -> tuple[str, ...]:
+        return ("seen",)
+
     def server_update(self, round: int, total: Reduced, server: Server) -> Mapping[str, float]:
         models = list(total.groups["model"].values())
         self.model = {name: sum(model[name] for model in models) / len(models) for name in models[0]}

@@ -220,8 +220,10 @@ def test_feddyn_does_not_see_how_many_replied() -> None:
 )
 def test_refused_by_name(method: Any, rule: dict[str, Any], options: dict[str, Any], message: str) -> None:
     given = PrivateMean(**{"noise_multiplier": 1.0, "delta": 0.01, **rule})
+    loop = federation(method(rounds=1), SIZES, aggregator=given, **options)
     with pytest.raises(ValueError, match=message):
-        federation(method(rounds=1), SIZES, aggregator=given, **options).fit()
+        loop.fit()
+    assert not loop.history  # before any training
 
 
 @pytest.mark.parametrize(

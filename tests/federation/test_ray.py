@@ -422,6 +422,9 @@ class Weighing(FedAvg):
     def client(self) -> Telling:
         return Telling()
 
+    def numbers(self, round: int) -> tuple[str, ...]:
+        return ("says",)
+
     def weight(self, message: Message) -> float:
         return 1 + message.scalars.get("says", 0.0)
 

@@ -69,6 +69,7 @@ class Work:
     message: Message
     uplink: Mapping[str, Group]
     whole: bool = True
+    numbers: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class Worker:
         """The engine, with the memories of these clients and no others."""
         self.engine.memory.load_state_dict(item.memories)
         self.engine.guard.begin(work.message.round, work.uplink)
+        self.engine.guard.numbers = work.numbers
         return self.engine
 
     def _starts(self, client: str) -> None:
@@ -367,7 +369,9 @@ class RayEngine(SerialEngine):
         received = {key: addressed_part(message, addressed(key)) for key in cohort}
         blocks = _pieces(cohort, block_size(len(cohort)))
         whole = accepted is not None or len(blocks) < BUSY * self.num_workers
-        work = Work(program, message, {name: _schema(group) for name, group in uplink.items()}, whole)
+        work = Work(
+            program, message, {name: _schema(group) for name, group in uplink.items()}, whole, self.guard.numbers
+        )
 
         def items(clients: Sequence[tuple[str, ...]]) -> list[Item]:
             return [
