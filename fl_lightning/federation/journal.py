@@ -11,6 +11,9 @@ goes when the training's result is kept, and when something that came before it 
 What depends on something that was done again is done again itself: results of a turn (a client's, the server's) on those
 before them in the turn, results of the server on all replies. The order of the entries says all of that, see `_note`. An
 entry is JSON and safetensors, each with its checksum; nothing is ever unpickled.
+
+Of several devices' processes the main one keeps the journal (`Journal`), and tells the others (`Follower`) what it finds there,
+so that all of them go on at the same request.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 FOLDER = "journal"  # in the run's
 BEGIN, REPLY, RESULT, FORGET, TRAINING = "begin", "reply", "result", "forget", "training"
 SERVER_TURN = "server"
+_T = TypeVar("_T")
 HELD = 2**28  # bytes that may wait in memory for the next writing
 _LENGTH, _DIGEST = 8, 32  # bytes in front of an entry: of its JSON's length, and of its JSON's SHA-256
 
@@ -63,14 +68,23 @@ class Journal:
             is ever written.
         base: Writes the checkpoint that the round starts from, unless it is there, and returns its path.
         configuration: A name for what the run computes; entries of another one are not read.
+        share: Called on all devices at once, returns what this process has called it with; None where there is one device.
     """
 
-    def __init__(self, folder: Path, seconds: float, base: Callable[[], Path], configuration: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        base: Callable[[], Path],
+        configuration: str,
+        share: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.folder, self.seconds, self.base, self.configuration = folder, seconds, base, configuration
+        self.share = share
 
     # ---- the round
 
-    def begin(self, round: int, base: Path) -> None:
+    def begin(self, round: int, base: Path | None) -> None:
         """A round starts, from a checkpoint that is or will be at ``base``: read what the journal knows of it."""
         self.round, self._path = round, self.folder / f"round_{round:05d}.log"
         self._held: dict[str, list[_Entry]] = {}  # by turn
@@ -79,10 +93,19 @@ class Journal:
         self._snapshot = self._path.with_suffix(".training")
         self._training: _Entry | None = None  # what lies there
         self._bytes, self._end, self._since = 0, 0, time.monotonic()
-        if self._path.exists():
+        if self._path.exists() and base is not None:
             self._load(base)
         if self._training is None:
             self._snapshot.unlink(missing_ok=True)
+        self._resumes = bool(self._known)
+        if self.share is not None:
+            self.share(self._resumes)
+
+    def _agreed(self, find: Callable[[], _T | None]) -> _T | None:
+        """What is found on disk, on every device. Several of them look for nothing in a round that starts anew."""
+        if self.share is None:
+            return find()
+        return self.share(find()) if self._resumes else None
 
     def _load(self, base: Path) -> None:
         entries, facts = list(_entries(self._path)), self._begin(base)
@@ -164,6 +187,15 @@ class Journal:
 
     def recall(self, clients: Sequence[str], worker: Participant, guard: Guard) -> list[Reply] | None:
         """The replies of clients, counted as if they had just been made; None unless those of all are there."""
+        if (values := self._agreed(partial(self._replies, clients))) is None:
+            return None
+        for value in values:
+            count_costs(worker, value)
+            guard.take_over([Failure(**failure) for failure in value["failures"]], {})
+        self._recalled.update(clients)
+        return [_reply(value["reply"], client, self.round) for value, client in zip(values, clients, strict=True)]
+
+    def _replies(self, clients: Sequence[str]) -> list[Any] | None:
         values = []
         for client in clients:
             known = self._known.get(client_turn(client), [])
@@ -171,11 +203,7 @@ class Journal:
             if value is None:
                 return None
             values.append(value)
-        for value in values:
-            count_costs(worker, value)
-            guard.take_over([Failure(**failure) for failure in value["failures"]], {})
-        self._recalled.update(clients)
-        return [_reply(value["reply"], client, self.round) for value, client in zip(values, clients, strict=True)]
+        return values
 
     # ---- requests
 
@@ -193,6 +221,9 @@ class Journal:
 
     def result(self, turn: str, number: int, request: Fit | Predict) -> Mapping[str, Any] | None:
         """What was kept of a turn's request of this number; None, also for those after it, where that is none or another."""
+        return self._agreed(partial(self._result, turn, number, request))
+
+    def _result(self, turn: str, number: int, request: Fit | Predict) -> Mapping[str, Any] | None:
         known = self._known.get(turn, [])
         if number >= len(known) or known[number].header["kind"] != RESULT:
             return None
@@ -222,9 +253,9 @@ class Journal:
 
     # ---- a training in progress
 
-    def training(self, turn: str, number: int, request: Fit | Predict) -> Training:
-        """The place of the snapshots of a turn's request of this number."""
-        return Training(self, turn, number, request)
+    def training(self, turn: str, number: int, request: Fit | Predict) -> Training | None:
+        """The place of the snapshots of a turn's request of this number; several devices have none."""
+        return Training(self, turn, number, request) if self.share is None else None
 
     def _forget_training(self, turn: str) -> None:
         if self._training is not None and self._training.header["turn"] == turn:
@@ -311,6 +342,25 @@ class Journal:
 
     def _say(self, what: str, round: int | None = None, path: Path | None = None) -> None:
         print(f"{path or self._path if round is None else f'round {round}'} {what}", file=sys.stderr)
+
+
+class Follower(Journal):
+    """On a device beside the main one: is told what that one's journal holds, and keeps nothing."""
+
+    def __init__(self, share: Callable[[Any], Any]) -> None:
+        self.share: Callable[[Any], Any] = share
+
+    def begin(self, round: int, base: Path | None) -> None:
+        self.round, self._known, self._recalled, self._training = round, {}, set(), None
+        self._resumes = self.share(None)
+
+    def _agreed(self, find: Callable[[], _T | None]) -> _T | None:
+        return self.share(None) if self._resumes else None
+
+    def discard(self, *_: Any) -> None:
+        """The main one does."""
+
+    keep = keep_reply = write = forget = discard  # type: ignore[assignment]
 
 
 class Training:

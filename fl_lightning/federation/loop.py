@@ -31,7 +31,7 @@ from fl_lightning.federation.evaluation import Evaluator
 from fl_lightning.federation.flops import FlopCount
 from fl_lightning.federation.generation import MemorisationMeter
 from fl_lightning.federation.incoming import MAX_REPLY_BYTES, Failure, Guard, OnClientError, TooFewReplies
-from fl_lightning.federation.journal import FOLDER, Journal
+from fl_lightning.federation.journal import FOLDER, Follower, Journal
 from fl_lightning.federation.participant import ClientLoop, Participant, ServerSide
 from fl_lightning.federation.record_privacy import RecordPrivacy
 from fl_lightning.federation.sampling import AllClients, CohortSampler
@@ -71,7 +71,7 @@ class FederationLoop:
         journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the drawing that it was in
             the middle of: replies, the server's results and snapshots of the training in progress are written to
             ``journal/`` in the run's folder, where a round takes longer than that, and deleted with the round's checkpoint.
-            A line names trainings that cannot be resumed within. Null for no journal. On one device only; with the engine
+            A line names trainings that cannot be resumed within. Null for no journal. With the engine
             "ray" no training of a client, and no replies that workers add up.
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
@@ -402,7 +402,7 @@ class FederationLoop:
         flops = self.participant.flops = self.flops
         self.participant.journal = self.journal
         if self.journal is not None:
-            self.journal.begin(round, self._path(self.round))
+            self.journal.begin(round, self._path(self.round) if self.folder else None)
         before = flops.total if flops else 0.0
         timings: dict[str, float] = {}
         with _timed(timings, "clients"):
@@ -565,15 +565,18 @@ class FederationLoop:
         return self.folder.folder / f"round_{round:05d}"
 
     def _new_journal(self, run_folder: Path | None) -> Journal | None:
-        """The journal of a run that has a folder and one device."""
-        if run_folder is None or self.journal_seconds is None:
+        """The journal of a run that has a folder, and that the processes of other devices follow."""
+        trainer, share = self.participant.trainer, None
+        if self.journal_seconds is None:
             return None
-        if (devices := self.participant.trainer.world_size) > 1:
-            if self.is_main:
-                print(
-                    f"no journal of unfinished rounds (federation.journal_seconds): there are {devices} devices",
-                    file=sys.stderr,
-                )
+        if trainer.world_size > 1:
+            trainer.strategy.setup_environment()  # else the first fit does that
+            share = trainer.strategy.broadcast
+            if not share(run_folder is not None):
+                return None
+            if not self.is_main:
+                return Follower(share)
+        if run_folder is None:
             return None
 
         def base() -> Path:
@@ -581,7 +584,7 @@ class FederationLoop:
             assert saved is not None
             return saved
 
-        return Journal(run_folder / FOLDER, self.journal_seconds, base, str(self.facts.get("config_hash")))
+        return Journal(run_folder / FOLDER, self.journal_seconds, base, str(self.facts.get("config_hash")), share)
 
     def summary(self) -> dict[str, Any]:
         """The run in one JSON object: final metrics, bytes, seconds, versions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from fl_lightning.aggregation import Keep
 from fl_lightning.callbacks.optimizer_memory import OptimizerMemory
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.federation import journal as journals
+from fl_lightning.federation.journal import Follower
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.state import CheckpointError, CheckpointFolder, read_checkpoint
@@ -177,6 +179,37 @@ def test_rounds_between_checkpoints_start_from_one_that_the_journal_asks_for(tmp
     loop, again = run(tmp_path / "killed", watched, **options)
     assert_as(loop, whole)
     assert again == REQUESTS - 3
+
+
+def test_other_devices_are_told_what_the_main_one_finds(
+    tmp_path: Path, watched: Watched, expected: FederationLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    plain = FederationLoop._new_journal
+
+    def kept(loop: FederationLoop, folder: Path | None) -> Any:
+        if folder is None:
+            return Follower(lambda value: told.pop(0))
+        journal = plain(loop, folder)
+        assert journal is not None
+        journal.share = lambda value: told.append(value) or value  # type: ignore[func-returns-value]
+        return journal
+
+    monkeypatch.setattr(FederationLoop, "_new_journal", kept)
+    for kill in (0, 3, 8):  # the two processes of a run one after the other
+        run(tmp_path / str(kill), watched, kill)
+        assert told == [False]  # nothing is told in a round that starts anew
+        told.clear()
+        start = CheckpointFolder(tmp_path / str(kill) / "checkpoints").list() if kill else []
+        copied = [shutil.copytree(path, tmp_path / f"start_{kill}") for path in start]
+        loop, again = run(tmp_path / str(kill), watched)
+        assert_as(loop, expected)
+        assert told[0] is (kill > 0)
+        other, watched.asked = chain(), []
+        other.fit(None, copied[-1] if copied else None)
+        assert_as(other, expected)
+        assert len(watched.asked) == again == REQUESTS - kill
+        assert not told
 
 
 # ---- what it costs

@@ -73,6 +73,60 @@ def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
     assert two.stdout.count("round 3/3") == 1
 
 
+COUNTING = """
+import os, sys
+from fl_lightning.__main__ import main
+from fl_lightning.federation.participant import Participant
+
+given, asked = Participant.execute, []
+
+def execute(worker, request, *owner):
+    if owner[1] != "evaluate":
+        if len(asked) == int(os.environ.get("KILLED_BEFORE", "-1")):
+            os._exit(9)
+        asked.append(owner)
+    return given(worker, request, *owner)
+
+Participant.execute = execute
+main(sys.argv[1:])
+print("device", os.environ.get("LOCAL_RANK", "0"), "was asked", len(asked))
+"""
+
+
+@pytest.mark.slow
+def test_two_devices_killed_at_the_server_go_on_there_and_end_where_one_does(tmp_path: Path) -> None:
+    from fl_lightning.__main__ import main
+
+    arguments = ["fit", "--config", str(ROOT / "configs/noise_distillation.yaml"), "--trainer.max_epochs", "1"]
+    arguments += ["--trainer.logger", "false", "--federation.journal_seconds", "0"]
+    arguments += ["--method.init_args.student.steps", "20", "--method.init_args.images", "50"]
+    devices = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    (tmp_path / "counting.py").write_text(COUNTING)
+
+    def counted(*more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "counting.py", *arguments, *devices, *more],
+            **{"cwd": tmp_path, "env": {**environment(), **variables}, "timeout": 280},  # type: ignore[arg-type]
+            capture_output=True,
+            text=True,
+        )
+
+    one = main([*arguments, "--trainer.default_root_dir", str(tmp_path / "one")])
+    assert counted(KILLED_BEFORE="6").returncode == 9  # five clients and the ensemble's answers; then the student's fit
+    again = counted("--ckpt_path", "last")
+    assert again.returncode == 0, again.stderr
+    assert "the journal's 5 replies and 1 results" in again.stderr
+    asked = sorted(line for line in again.stdout.splitlines() if line.startswith("device"))
+    assert len(asked) == 2 and asked[0].endswith("was asked 1") and asked[1].endswith("was asked 1"), asked
+    (folder,) = (tmp_path / "lightning_logs/noise_distillation").iterdir()
+    method, expected = (
+        read_checkpoint(path / "checkpoints/round_00001")[0]["method"]
+        for path in (folder, one.run_folder)  # type: ignore[attr-defined]
+    )
+    for name, value in expected["student"].items():
+        torch.testing.assert_close(method["student"][name], value, rtol=0, atol=1e-6)
+
+
 def test_ctrl_c_saves_and_a_new_process_goes_on(tmp_path: Path) -> None:
     from fl_lightning.__main__ import main
 
