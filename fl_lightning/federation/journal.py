@@ -12,8 +12,8 @@ What depends on something that was done again is done again itself: results of a
 before them in the turn, results of the server on all replies. The order of the entries says all of that, see `_note`. An
 entry is JSON and safetensors, each with its checksum; nothing is ever unpickled.
 
-Of several devices' processes the main one keeps the journal (`Journal`), and tells the others (`Follower`) what it finds there,
-so that all of them go on at the same request.
+Of several devices' processes the main one keeps the journal (`Journal`), and tells the others (`Follower`) what it finds
+there, so that all of them go on at the same request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from fl_lightning.federation.incoming import Failure, Guard
-from fl_lightning.federation.state import MANIFEST, CheckpointError, serialise, sync, unflatten
+from fl_lightning.federation.state import MANIFEST, CheckpointError, serialise, sync, unflatten, write_lasting
 from fl_lightning.message import Message
 from fl_lightning.methods.base import Fit, Predict, Reply, Result
 from fl_lightning.tasks.base import Picture
@@ -269,10 +269,7 @@ class Journal:
         parts = _packed(_Entry({**header, "asked": asked(request)}, state))
         beside = self._snapshot.with_suffix(".writing")
         try:
-            with open(beside, "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
+            write_lasting(beside, parts)
             beside.rename(self._snapshot)
             sync(self.folder)
         except OSError as error:
@@ -309,14 +306,8 @@ class Journal:
             entries.insert(0, _Entry({"kind": BEGIN, "facts": facts}))
         try:
             self.folder.mkdir(exist_ok=True)
-            with open(self._path, "ab" if self._end else "wb") as file:
-                for entry in entries:
-                    head, tensors = _packed(entry)
-                    file.write(head)
-                    file.write(tensors)
-                file.flush()
-                os.fsync(file.fileno())
-                end = file.tell()
+            parts = (part for entry in entries for part in _packed(entry))
+            end = write_lasting(self._path, parts, append=bool(self._end))
         except OSError as error:
             raise _full(self._path, error) from error
         self._held, self._bytes, self._end, self._since = {}, 0, end, time.monotonic()

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -419,11 +419,17 @@ def _shard(number: int) -> str:
 
 def _write(path: Path, content: bytes) -> str:
     """Write a file that lasts, and return its SHA-256."""
-    with open(path, "wb") as file:
-        file.write(content)
+    write_lasting(path, [content])
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_lasting(path: Path, parts: Iterable[bytes], append: bool = False) -> int:
+    """Write a file that is on the disk afterwards, or append to one; returns where it ends."""
+    with open(path, "ab" if append else "wb") as file:
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
+        return file.tell()
 
 
 def _verified(path: Path, only: str | None = None) -> list[str]:
