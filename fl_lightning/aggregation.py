@@ -141,6 +141,32 @@ class Keep(Reducer):
         return total
 
 
+class Vector:
+    """The updates of a reply as one vector (d,): its tensors of real numbers one behind the other, by group and name, in the
+    widest of their types and at least float32.
+
+    Args:
+        like: Tensors with the names, shapes and dtypes of every reply's.
+    """
+
+    def __init__(self, like: Mapping[tuple[str, str], Tensor]) -> None:
+        self.real = {key: value for key, value in like.items() if value.dtype.is_floating_point}
+        double = any(value.dtype == torch.float64 for value in self.real.values())
+        self.dtype = torch.float64 if double else torch.float32
+
+    def __len__(self) -> int:
+        return sum(value.numel() for value in self.real.values())
+
+    def of(self, tensors: Mapping[tuple[str, str], Tensor]) -> Tensor:
+        """A reply's vector."""
+        return torch.cat([tensors[key].detach().to(self.dtype).flatten() for key in self.real])
+
+    def parts(self, vector: Tensor) -> dict[tuple[str, str], Tensor]:
+        """The tensors that a vector stands for."""
+        parts = vector.split([value.numel() for value in self.real.values()])
+        return {key: part.view(like.shape) for (key, like), part in zip(self.real.items(), parts, strict=True)}
+
+
 class Aggregator(ABC):
     """Stands in for the mean of a round's updates, for any method: a rule over all replies at once.
 
@@ -222,20 +248,17 @@ class Aggregator(ABC):
             if rows:
                 _check_alike(rows[0], flat, sender)
             rows.append(flat)
-        keys = list(rows[0])
-        real = [key for key in keys if rows[0][key].dtype.is_floating_point]
-        wide = torch.float64 if any(rows[0][key].dtype == torch.float64 for key in real) else torch.float32
-        vectors = torch.stack([torch.cat([row[key].to(wide).flatten() for key in real]) for row in rows])
+        vector = Vector(rows[0])
+        vectors = torch.stack([vector.of(row) for row in rows])
         if endless := [s for s, vector in zip(senders, vectors, strict=True) if not vector.isfinite().all()]:
             raise ValueError(f"{type(self).__name__} needs finite updates; those of {', '.join(endless)} are not")
-        parts = self.combine(vectors, refused).split([rows[0][key].numel() for key in real])
-        found = {key: part.view(rows[0][key].shape) for key, part in zip(real, parts, strict=True)}
+        found = vector.parts(self.combine(vectors, refused))
         out: dict[str, Any] = {**gathered, **{group: {} for group in groups}}
-        for key in keys:
+        for key, like in rows[0].items():
             group, name = key
             value = found[key] if key in found else torch.stack([row[key] for row in rows]).double().quantile(0.5, 0)
             often = uplink[group].reduce.copies(len(rows)) or 1.0
-            out[group][name] = _narrow(value * often, rows[0][key].dtype)
+            out[group][name] = _narrow(value * often, like.dtype)
         return out
 
     @staticmethod

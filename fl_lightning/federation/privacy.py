@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.accounting import Accountant, Event, epsilon_of, noise_for, spend
-from fl_lightning.aggregation import Aggregator
+from fl_lightning.aggregation import Aggregator, Vector
 from fl_lightning.message import Group
 from fl_lightning.rng import torch_generator
 
@@ -121,19 +121,18 @@ class PrivateMean(Aggregator):
         self, gathered: Mapping[str, Any], uplink: Mapping[str, Group], refused: int = 0, round: int = 0
     ) -> dict[str, Any]:
         schema = {(g, n): v for g, group in uplink.items() for n, v in (group.like or {}).items()}
-        real = [key for key, value in schema.items() if value.is_floating_point()]
+        vector = Vector(schema)
         senders = list(gathered[next(iter(uplink))]) if gathered else []
-        wide = torch.float64 if any(schema[key].dtype == torch.float64 for key in real) else torch.float32
-        total, short = torch.zeros(sum(schema[key].numel() for key in real), dtype=wide), 0
+        total, short = torch.zeros(len(vector), dtype=vector.dtype), 0
         for sender in senders:
-            row = torch.cat([gathered[group][sender][name].detach().to(wide).flatten() for group, name in real])
+            row = vector.of({(group, name): gathered[group][sender][name] for group, name in schema})
             norm = float(row.double().norm())
             if not math.isfinite(norm):
                 raise ValueError(f"PrivateMean needs finite updates; that of client {sender} is not")
             total += row * min(1.0, self.clip / norm) if norm else row
             short += norm <= self.clip
         draw = torch_generator(self.seed, round, "privacy noise")
-        total += self.z_update * self.clip * torch.randn(len(total), generator=draw, dtype=wide)
+        total += self.z_update * self.clip * torch.randn(len(total), generator=draw, dtype=vector.dtype)
         self.spent = spend(self.spent, self.rate, self.z)
         self.numbers = {
             "epsilon": epsilon_of(tuple(self.spent), self.delta, self.accountant),
@@ -146,11 +145,11 @@ class PrivateMean(Aggregator):
             count = short - len(senders) / 2 + noise
             self.clip *= math.exp(-self.adapt_rate * (0.5 + count / self.expected - self.adapt))
         out: dict[str, dict[str, Tensor]] = {group: {} for group in uplink}
-        parts = dict(zip(real, total.split([schema[key].numel() for key in real]), strict=True))
+        parts = vector.parts(total)
         for (group, name), like in schema.items():
             if (group, name) in parts:
                 often = 1 / self.expected if uplink[group].reduce.copies(0) else 1.0  # a mean, or a sum
-                out[group][name] = (parts[group, name].view(like.shape) * often).to(like.dtype)
+                out[group][name] = (parts[group, name] * often).to(like.dtype)
             else:
                 out[group][name] = torch.zeros_like(like)
         return out
