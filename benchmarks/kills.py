@@ -35,7 +35,6 @@ from typing import Any
 import torch
 
 from fl_lightning.__main__ import main as command
-from fl_lightning.cli import FederatedCLI
 from fl_lightning.federation import state
 from fl_lightning.federation.engines.base import BlockReducer, Total
 from fl_lightning.federation.evaluation import Evaluator
@@ -185,7 +184,6 @@ def child(folder: Path, arguments: list[str], armed: tuple[str, int, float] | No
 def be_quick() -> None:
     """Do once, or not at all, what takes longer than such a run: pictures, parsers of other verbs, imports."""
     Recorder.figure = lambda *_: None  # type: ignore[method-assign]
-    FederatedCLI.subcommands = staticmethod(lambda: {"fit": set()})  # type: ignore[method-assign]
     import sklearn.datasets  # noqa: F401
 
 

@@ -191,12 +191,28 @@ class FederatedCLI(LightningCLI):
     loop: FederationLoop
     run_folder: Path | None = None
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {
-            name: set()
-            for name in ("fit", "validate", "test", "predict", "partition", "compare", "flatness", "unlearn", "enrol")
-        }
+    def __init__(self, arguments: list[str]) -> None:
+        self._first = arguments[:1]
+        options = {"exit_on_error": False}
+        super().__init__(
+            FederatedTask,
+            FederatedDataModule,
+            trainer_class=Verbs,
+            subclass_mode_model=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=None,
+            seed_everything_default=0,
+            trainer_defaults={"max_epochs": 1, "devices": 1},
+            parser_kwargs={**options, **{name: dict(options) for name in self.subcommands()}},
+            args=arguments,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """All of them, or the one that is called: building a parser takes a good part of a command's start."""
+        names = ("fit", "validate", "test", "predict", "partition", "compare", "flatness", "unlearn", "enrol")
+        called = [name for name in names if name in self._first]
+        return {name: set() for name in called or names}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_subclass_arguments(Method, "method", required=True)
@@ -645,22 +661,9 @@ def run(arguments: list[str]) -> object:
         with usage_errors():
             return compare(arguments[1:])
     arguments = _with_config_of_checkpoint(_with_values_of_flags(arguments))
-    parser_options = {"exit_on_error": False}
     with usage_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
-        cli = FederatedCLI(
-            FederatedTask,
-            FederatedDataModule,
-            trainer_class=Verbs,
-            subclass_mode_model=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            save_config_callback=None,
-            seed_everything_default=0,
-            trainer_defaults={"max_epochs": 1, "devices": 1},
-            parser_kwargs={**parser_options, **{name: dict(parser_options) for name in FederatedCLI.subcommands()}},
-            args=arguments,
-        )
+        cli = FederatedCLI(arguments)
     LightningCLI._run_subcommand(cli, str(cli.subcommand))
     return cli
 
