@@ -7,7 +7,7 @@ from torch import nn
 
 
 class TrainHead(Callback):
-    """Freezes all but the last linear layer, the classifier's head, for one fit."""
+    """Freezes all but the last linear layer, the classifier's head, for one fit: parameters, and statistics of BatchNorm."""
 
     runs_lean = resumes = True
 
@@ -19,6 +19,11 @@ class TrainHead(Callback):
         self._frozen = [p for p in pl_module.parameters() if p.requires_grad and p not in head]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
+        for (
+            module
+        ) in pl_module.modules():  # BatchNorm's statistics are of the rest, too; every fit starts in training mode
+            if module._buffers and not head & set(module.parameters()):
+                module.eval()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for parameter in self._frozen:

@@ -167,6 +167,11 @@ class FedAvg(Method):
         averaging: WeightAveraging | None = None,
     ) -> None:
         super().__init__(rounds)
+        if averaging is not None and rounds - math.floor(averaging.start * rounds) < averaging.cycle:
+            raise ValueError(
+                f"averaging.cycle is {averaging.cycle}, and averaging.start {averaging.start} leaves "
+                f"{rounds - math.floor(averaging.start * rounds)} of {rounds} rounds; it must leave a cycle at least"
+            )
         if weighting not in ("examples", "uniform"):
             raise ValueError(f"weighting is {weighting!r}; allowed: 'examples', 'uniform'")
         if buffers not in ("average", "local", "global"):

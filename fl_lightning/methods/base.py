@@ -26,7 +26,7 @@ from fl_lightning.rules.base import LocalRule
 from fl_lightning.tasks.base import FederatedTask, Picture
 
 SERVER = "server"
-UNLIMITED = 10**9  # epochs, where the budget is one of steps
+UNLIMITED = 10**9  # epochs where the budget is one of steps, steps where it is one of epochs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.losses.adversarial import disagreement, hard_cross_entropy
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.message import Tensors
-from fl_lightning.methods.base import SERVER, Fit, Predict, Server, Training
+from fl_lightning.methods.base import SERVER, UNLIMITED, Fit, Predict, Server, Training
 from fl_lightning.methods.dense import check_statistics
 from fl_lightning.methods.generator_distillation import GeneratorDistillation
 from fl_lightning.rng import derive_seed
@@ -289,6 +289,7 @@ class CoBoosting(GeneratorDistillation):
         """Step 4: w <- clip(w - mu 0.99^e sign(gradient of CE(z_w(x), y)), 0, 1) for every batch of the pool."""
         overrides = {
             "max_epochs": self.weight_passes,
+            "max_steps": UNLIMITED,  # the configured limit is the clients'
             "batch_size": self.student_training.batch_size,
             "lr": self.mu * 0.99**epoch,
         }

@@ -25,6 +25,7 @@ from fl_lightning.losses.grpo import GRPO
 from fl_lightning.message import Group, Message, Tensors
 from fl_lightning.methods.base import (
     SERVER,
+    UNLIMITED,
     Client,
     ClientProgram,
     Fit,
@@ -133,7 +134,8 @@ class FedDTLClient(ClientProgram):
         return torch.randperm(count, generator=draw)[: self.upload_limit].sort().values
 
     def blurred(self, embeddings: Tensor, client: Client) -> Tensor:
-        """Rows of norm 1 at most with Gaussian noise, brought back to unit length, which reads nothing but the noisy row."""
+        """Rows of norm 1 at most with Gaussian noise, brought back to unit length, which reads nothing but the noisy row. Drawn
+        from the run's seed, which only a client at a site of its own could keep from the server."""
         if self.embedding_noise == 0:
             return embeddings
         draw = torch_generator(client.seed, client.round, client.key, "embedding_noise")
@@ -218,7 +220,8 @@ class FedDTL(Method):
         embedding_noise: Standard deviation per coordinate of Gaussian noise on uploaded unit embeddings, at least 0.
         embedding_epsilon: Or what an upload of an image's row may cost, above 0; sets that noise. Not in the paper.
         embedding_delta: Delta of the row's guarantee, in (0, 1).
-        label_epsilon: Epsilon of randomised response on the uploaded labels, above 0; null uploads them in clear.
+        label_epsilon: Epsilon of randomised response on the uploaded labels, above 0; null uploads them in clear. Like the
+            noise it is drawn from the run's seed: who knows the seed can take it away.
         server_epochs: Passes over the embeddings when the server trains. Not stated.
         server_batch_size: Embeddings per step of it. The paper's batch: 64.
         server_lr: Learning rate of it; null takes the model's optimizer's own.
@@ -362,7 +365,11 @@ class FedDTL(Method):
     def _train_text(self, total: Reduced, server: Server) -> dict[str, float]:
         """Section 2, L_srv: cross-entropy of the uploaded embeddings against the text tower's class embeddings."""
         rows = total.groups["embeddings"]
-        overrides: dict[str, float] = {"max_epochs": self.server_epochs, "batch_size": self.server_batch_size}
+        overrides: dict[str, float] = {
+            "max_epochs": self.server_epochs,
+            "max_steps": UNLIMITED,  # the configured limit is the clients'
+            "batch_size": self.server_batch_size,
+        }
         if self.server_lr is not None:
             overrides["lr"] = self.server_lr
         result = server.fit(

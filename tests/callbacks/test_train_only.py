@@ -24,7 +24,7 @@ class Failing(Callback):
 @pytest.mark.parametrize("fails", [True, False])
 def test_only_the_head_and_only_for_the_fit(fails: bool, client_loop: Any) -> None:
     loop = federation(FedAvg(rounds=1), network=normalised, client_loop=client_loop)
-    start = loop.model.state()
+    start = {name: value.clone() for name, value in loop.model.state().items()}
     trained = list(loop.model.trainable())
     callbacks = (TrainHead(), *((Failing(),) if fails else ()))
     fit = Fit("model", loop.data.train("1"), start, callbacks=callbacks)
@@ -33,6 +33,8 @@ def test_only_the_head_and_only_for_the_fit(fails: bool, client_loop: Any) -> No
             loop.participant.execute(fit, 1, "1")
     else:
         assert set(loop.participant.execute(fit, 1, "1").params) <= set(trained)
-        moved = [name for name, value in loop.model.trainable().items() if not value.equal(start[name])]
+        moved = [name for name, value in loop.model.state().items() if not value.equal(start[name])]
         assert moved == trained[-2:]
     assert list(loop.model.trainable()) == trained
+    loop.participant.execute(Fit("model", loop.data.train("1"), start), 1, "1")
+    assert all(not value.equal(start[name]) for name, value in loop.model.state().items())

@@ -14,6 +14,7 @@ from methods.plain_images import Student, batches, by_class, first_weights, pain
 from methods.test_generator_distillation import METHODS, SMALL, small
 from torch import Tensor
 
+from fl_lightning.federation.participant import Participant
 from fl_lightning.methods import CoBoosting
 from fl_lightning.methods.base import Training
 from fl_lightning.methods.co_boosting import ClippedSignDescent, DiverseSamples
@@ -102,6 +103,21 @@ def test_without_its_parts_it_is_dense_with_the_plain_ensemble() -> None:
         other = METHODS["CoBoosting"](**{"hs": 0.0, "mu": 0.0, "epsilon": 0.0, **common, **part})
         small(other).fit()
         assert not torch.allclose(other.student["network.1.weight"], dense.student["network.1.weight"], atol=1e-5)
+
+
+def test_the_clients_limit_of_steps_is_not_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, given = [], Participant.execute
+
+    def execute(worker: Participant, request: Any, *owner: object) -> Any:
+        result = given(worker, request, *owner)
+        steps.extend([result.num_steps] if request.key[:1] == ("weights",) else [])
+        return result
+
+    monkeypatch.setattr(Participant, "execute", execute)
+    method = METHODS["CoBoosting"](weight_passes=2, student=Training(5, 4))
+    small(method, trainer={"max_steps": 1}).fit()
+    assert method.bank is not None
+    assert steps == [2 * math.ceil(len(method.bank) / 4)]
 
 
 @pytest.mark.parametrize("mu", [0.02, 5.0])

@@ -65,7 +65,7 @@ def test_averaged_weights_are_the_mean_of_the_models_at_the_ends_of_cycles() -> 
     close(loop.method, theta)
     evaluated = loop.method.evaluations()[""].start
     torch.testing.assert_close(world.flat(evaluated), (ends[0] + ends[1]) / 2)
-    again = World().run(FedASAM(rho=0.0, rounds=1, averaging=swa))
+    again = World().run(FedASAM(rho=0.0, rounds=4, averaging=swa))
     again.method.load_state_dict(loop.method.state_dict())
     assert same(again.method.state_dict(), loop.method.state_dict())
 
@@ -76,6 +76,20 @@ def test_averaged_weights_are_the_mean_of_the_models_at_the_ends_of_cycles() -> 
 def test_wrong_averaging(argument: dict[str, float], allowed: str) -> None:
     with pytest.raises(ValueError, match=f"averaging.{next(iter(argument))} is .*; it must be {allowed}"):
         WeightAveraging(**argument)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rounds", "start", "left"), [(12, 0.75, 3), (9, 0.25, 7), (30, 0.75, 8)])
+def test_averaging_without_a_whole_cycle_is_refused(rounds: int, start: float, left: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"averaging.cycle is 10, and averaging.start {start} leaves {left} of {rounds}"
+    ):
+        FedASAM(rounds=rounds, averaging=WeightAveraging(start))
+    FedASAM(rounds=rounds, averaging=WeightAveraging(start, cycle=left))
+
+
+def test_cycles_begin_behind_the_share_of_the_rounds_rounded_down() -> None:
+    positions = [WeightAveraging(start=0.3, cycle=2).position(t, 8) for t in range(1, 9)]  # 0.3 of 8 is 2.4
+    assert positions == [0, 0, 1, 2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["rho", "eta"])

@@ -21,6 +21,7 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.partition import Pathological
 from fl_lightning.data.sources import Digits
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.sampling import UniformSampler
 from fl_lightning.losses.grpo import GRPO
 from fl_lightning.methods.averaging import FedAvg
@@ -48,10 +49,14 @@ def make_data(shots: int = 6, **kwargs: Any) -> FederatedDataModule:
     )
 
 
-def make_loop(method: Any, data: FederatedDataModule | None = None, **model: Any) -> FederationLoop:
+def make_loop(
+    method: Any, data: FederatedDataModule | None = None, max_steps: int = -1, **model: Any
+) -> FederationLoop:
     loop = FederationLoop(progress=False)
     options = {"pretrained": None, "lora": LoRA(rank=2, last_blocks=2), "logit_scale": 20.0}
-    loop.assemble(method, ClipTask(**{**options, **model}), data or make_data(), TRAINER, SEED)
+    loop.assemble(
+        method, ClipTask(**{**options, **model}), data or make_data(), {**TRAINER, "max_steps": max_steps}, SEED
+    )
     return loop
 
 
@@ -65,6 +70,21 @@ def largest_gap(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 # ---- structure and communication
+
+
+def test_the_clients_limit_of_steps_is_not_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, given = [], Participant.execute
+
+    def execute(worker: Participant, request: Any, *owner: object) -> Any:
+        result = given(worker, request, *owner)
+        steps.extend([result.num_steps] if request.key == ("text",) else [])
+        return result
+
+    monkeypatch.setattr(Participant, "execute", execute)
+    loop = make_loop(FedDTL(rounds=1, server_epochs=2, server_batch_size=8), max_steps=1)
+    rows = sum(len(loop.data.train(client)) for client in loop.info.clients)
+    loop.fit()
+    assert steps == [2 * math.ceil(rows / 8)]
 
 
 def test_client_holds_vision_lora_and_no_text() -> None:
