@@ -134,8 +134,8 @@ class FedDTLClient(ClientProgram):
         return torch.randperm(count, generator=draw)[: self.upload_limit].sort().values
 
     def blurred(self, embeddings: Tensor, client: Client) -> Tensor:
-        """Rows of norm 1 at most with Gaussian noise, brought back to unit length, which reads nothing but the noisy row. Drawn
-        from the run's seed, which only a client at a site of its own could keep from the server."""
+        """Rows of norm 1 at most with Gaussian noise, brought back to unit length, which reads nothing but the noisy row.
+        Drawn from the run's seed, which only a client at a site of its own could keep from the server."""
         if self.embedding_noise == 0:
             return embeddings
         draw = torch_generator(client.seed, client.round, client.key, "embedding_noise")
