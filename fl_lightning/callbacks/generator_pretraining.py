@@ -62,7 +62,7 @@ class GeneratorPretraining(Callback):
         grid: int = 0,
     ) -> None:
         for name, value in (("ramp_images", ramp_images), ("ramp_steps", ramp_steps or 0)):
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
         if reference_batches is not None and not reference_batches > 0:
             raise ValueError(f"reference_batches is {reference_batches}; it must be above 0")

@@ -49,9 +49,10 @@ class DistillationMeter(FederationCallback):
       (T = 1).
     - ``step_constant``, ``bound``: c = max_t t * (learning rate of step t), and `stability_bound` of L, beta and c. See its
       caveats: it says nothing about the shift from synthetic to real images.
-    - ``removed_variance_<view>`` and ``..._sampled`` (M3): mean of 1 - ||q||^2, q the teachers' answer (T = 1), and the same
-      from drawn labels. ``covariance_hard_<view>``, ``covariance_soft_<view>``: traces of the covariance, over images, of
-      the gradients of the scores p - e_y and p - q. ``label_bias_<view>``: mean ||q - e_y||^2, which no variance covers.
+    - ``removed_variance_<view>`` and ``..._sampled`` (M3): mean of 1 - ||q||^2, q the teachers' answer (T = 1; of a
+      "mean" made at another T, the softmax at 1 of its scores), and the same from drawn labels.
+      ``covariance_hard_<view>``, ``covariance_soft_<view>``: traces of the covariance, over images, of the gradients of the
+      scores p - e_y and p - q. ``label_bias_<view>``: mean ||q - e_y||^2, which no variance covers.
     - ``weights_apart``, ``loss_apart`` (M5): distance of the weights after a training in which another image of the set
       took the place of one, and the largest change of the loss of a real test image; mean and maximum over trainings.
     - ``synthetic_acc``, ``gap`` (M6): accuracy on the sample (``kept``), and how far accuracy on real test images is below.

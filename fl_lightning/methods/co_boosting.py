@@ -9,6 +9,7 @@ diverse ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.losses.adversarial import disagreement, hard_cross_entropy
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.message import Tensors
-from fl_lightning.methods.base import SERVER, UNLIMITED, Fit, Predict, Server, Training
+from fl_lightning.methods.base import SERVER, UNLIMITED, Distillation, Fit, Predict, Server, Training
 from fl_lightning.methods.dense import check_statistics
 from fl_lightning.methods.generator_distillation import GeneratorDistillation
 from fl_lightning.rng import derive_seed
@@ -229,7 +230,7 @@ class CoBoosting(GeneratorDistillation):
                 raise ValueError(f"{name} is {count}; it must be at least 1")
         weights = {"hs": hs, "one_hot": one_hot, "bn": bn, "adversarial": adversarial, "mu": mu, "epsilon": epsilon}
         for name, value in weights.items():
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
         if not adversarial_temperature > 0:
             raise ValueError(f"adversarial_temperature is {adversarial_temperature}; it must be above 0")
@@ -300,6 +301,10 @@ class CoBoosting(GeneratorDistillation):
         if not self.uploads:
             return super().evaluations()
         return {**super().evaluations(), "ensemble": Predict("ensemble", None, given=self.weighted_teachers)}
+
+    def distillation(self) -> Distillation | None:
+        found = super().distillation()
+        return found and replace(found, teacher=Predict("ensemble", None, given=self.weighted_teachers))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "weights": self.weights}

@@ -21,7 +21,8 @@ class DeepInversion(InversionDistillation):
     """L = CE(f(x), y) + tv TV_2(x) + l2 ||x|| + batch_norm sum_l (||mu_l - mu_l^run|| + ||var_l - var_l^run||)
     + competition (1 - JS(f_S(x), f(x))), the last term being ADI's.
 
-    Defaults are those of the authors' CIFAR script with the paper's parameters.
+    Defaults are those of the authors' CIFAR script with the paper's parameters, but for three: Adam's betas, which are those
+    of their ImageNet script (CIFAR's has Adam's own), `flip` (false there), and `label_source` ("balanced" there).
 
     Args:
         student_loss: The student learns the labels by cross-entropy, "ce", or the ensemble's scores, "kd".
@@ -66,5 +67,5 @@ class DeepInversion(InversionDistillation):
 
 
 def deep_inversion_adam(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of the pixels in the authors' script."""
+    """Adam on the pixels, with the authors' learning rate for CIFAR and betas for ImageNet."""
     return torch.optim.Adam(parameters, lr=0.05, betas=(0.5, 0.9))

@@ -115,7 +115,7 @@ class DENSE(GeneratorDistillation):
         if generator_steps < 1:
             raise ValueError(f"generator_steps is {generator_steps}; it must be at least 1")
         for name, value in (("one_hot", one_hot), ("bn", bn), ("adversarial", adversarial)):
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
         if not adversarial_temperature > 0:
             raise ValueError(f"adversarial_temperature is {adversarial_temperature}; it must be above 0")

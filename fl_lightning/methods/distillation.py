@@ -70,7 +70,7 @@ class OneShotDistillation(Method):
         weighted: Weigh the average by training images (McMahan et al.); a plain mean otherwise, as in the code of DENSE and
             Co-Boosting.
         trainable: "all" of the student, or its "head" alone.
-        combine: How the uploaded models answer together: "mean_logits", or "mean" of probabilities.
+        combine: How the uploaded models answer together: "mean_logits", "mean" of probabilities, or their "product".
         temperature: T of the distillation, above 0.
     """
 

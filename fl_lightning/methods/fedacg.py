@@ -34,7 +34,7 @@ class FedACG(FedNesterov):
 
     def __init__(self, momentum: float = 0.85, beta: float = 0.002, **kwargs: Any) -> None:
         super().__init__(momentum=momentum, **kwargs)
-        if beta < 0:
+        if not beta >= 0:
             raise ValueError(f"beta is {beta}; it must be at least 0")
         self.beta = beta
 

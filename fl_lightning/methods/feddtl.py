@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from fl_lightning.methods.base import (
     Reduced,
     Server,
     Steps,
+    at_least_0,
     client_drift,
     clone,
     difference,
@@ -261,11 +262,22 @@ class FedDTL(Method):
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} is {count}; it must be at least 1")
-        if embedding_noise < 0:
-            raise ValueError(f"embedding_noise is {embedding_noise}; it must be at least 0")
-        for name, epsilon in {"embedding_epsilon": embedding_epsilon, "label_epsilon": label_epsilon}.items():
-            if epsilon is not None and not epsilon > 0:
-                raise ValueError(f"{name} is {epsilon}; it must be above 0")
+        for name, chosen, allowed in (
+            ("schedule", schedule, ("rounds", "within_round")),
+            ("second_stage", second_stage, ("grpo", "sft_kl")),
+            ("old_policy", old_policy, get_args(OldPolicy)),
+            ("mix", mix, get_args(Mix)),
+            ("sft_anchor", sft_anchor, ("global", "client")),
+            ("anchor_text", anchor_text, ("current", "switch")),
+            ("aggregate", aggregate, ("factors", "product")),
+        ):
+            if chosen not in allowed:
+                raise ValueError(f"{name} is {chosen!r}; allowed: {', '.join(map(repr, allowed))}")
+        at_least_0(embedding_noise=embedding_noise)
+        above_0 = {"embedding_epsilon": embedding_epsilon, "label_epsilon": label_epsilon, "server_lr": server_lr}
+        for name, number in above_0.items():
+            if number is not None and not number > 0:
+                raise ValueError(f"{name} is {number}; it must be above 0")
         if not 0 < embedding_delta < 1:
             raise ValueError(f"embedding_delta is {embedding_delta}; it must be in (0, 1)")
         if embedding_noise and embedding_epsilon is not None:

@@ -48,7 +48,7 @@ class FedDyn(FedAvg):
 
     def __init__(self, alpha: float = 0.1, **kwargs: Any) -> None:
         super().__init__(server_optimizer=lambda p: torch.optim.SGD(p, lr=1.0), weighting="uniform", **kwargs)
-        if alpha <= 0:
+        if not alpha > 0:
             raise ValueError(f"alpha is {alpha}; it must be above 0")
         self.alpha = alpha
 

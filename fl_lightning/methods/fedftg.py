@@ -165,7 +165,7 @@ class FedFTG(GeneratorDistillation):
         if discrepancy not in get_args(Discrepancy):
             raise ValueError(f"discrepancy is {discrepancy!r}; allowed: {', '.join(map(repr, get_args(Discrepancy)))}")
         for name, value in (("adversarial", adversarial), ("one_hot", one_hot), ("diversity", diversity)):
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
         self.term_weights = adversarial, one_hot, diversity
         self.discrepancy: Discrepancy = discrepancy

@@ -55,7 +55,7 @@ class FedGloSS(FedDyn):
         warmup_start: float = 0.001,
         **kwargs: Any,
     ) -> None:
-        if beta <= 0:
+        if not beta > 0:
             raise ValueError(f"beta is {beta}; it must be above 0")
         super().__init__(alpha=1 / beta, **kwargs)
         at_least_0(rho=rho, local_rho=local_rho, warmup_rounds=warmup_rounds, warmup_start=warmup_start)

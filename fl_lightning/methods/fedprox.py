@@ -32,7 +32,7 @@ class FedProx(FedAvg):
 
     def __init__(self, mu: float = 0.01, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if mu < 0:
+        if not mu >= 0:
             raise ValueError(f"mu is {mu}; it must be at least 0")
         self.mu = mu
 

@@ -58,7 +58,7 @@ class FedSpeed(FedAvg):
         at_least_0(rho=rho)
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is {alpha}; it must be in [0, 1]")
-        if prox <= 0:
+        if not prox > 0:
             raise ValueError(f"prox is {prox}; it must be above 0")
         self.rho, self.alpha, self.prox, self.normalise = rho, alpha, prox, normalise
 

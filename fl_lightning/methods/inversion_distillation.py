@@ -48,8 +48,8 @@ class InversionDistillation(OneShotDistillation):
         jitter: Largest roll of the images, as a share of their side, in [0, 1).
         inversion_optimizer: Builds the optimizer of the pixels.
         teacher: Whose images: "per_client", every uploaded model's by itself, or the "ensemble"'s.
-        label_source: Which classes: "uniform", "client_head" (what a model says about noise) or "client_counts" (an oracle:
-            clients must send their label counts). See `label_plan`.
+        label_source: Which classes: "uniform", "balanced" (in turn), "client_head" (what a model says about noise) or
+            "client_counts" (an oracle: clients must send their label counts). See `label_plan`.
         competition: Weight of 1 - JS(student, teachers), at least 0; it wants ``epochs`` above 1.
         epochs: At least 1. The student's budget is divided so that every epoch makes equally many passes over its images.
         l2: Weight of the images' norm, at least 0.
@@ -187,12 +187,12 @@ class InversionDistillation(OneShotDistillation):
         if self.label_source == "client_head":
             noise = noise_images(PRIOR_IMAGES, 0.5, self.info, server, "prior")
             key = ("prior", epoch, maker)
-            if maker == ENSEMBLE:
+            if self.teacher == ENSEMBLE:
                 logits = self.soft_labels(server, noise, key)
             else:
                 logits = server.predict(Predict("model", noise, self.uploads[maker], key=key)).outputs
         elif self.label_source == "client_counts":
-            counts = torch.stack(list(self.counts.values())).sum(0) if maker == ENSEMBLE else self.counts[maker]
+            counts = torch.stack(list(self.counts.values())).sum(0) if self.teacher == ENSEMBLE else self.counts[maker]
         owner = torch_generator(server.seed, server.round, SERVER, "labels", epoch, maker)
         return label_plan(
             self.label_source,

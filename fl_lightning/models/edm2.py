@@ -126,6 +126,8 @@ class _Block(nn.Module):
         super().__init__()
         self.decoder, self.resample, self.dropout = decoder, resample, dropout
         self.heads = max(outputs // head, 1) if attention else 0
+        if self.heads and outputs % self.heads:
+            raise ValueError(f"head is {head}; a level of {outputs} channels is not divided by {self.heads} heads")
         self.skip = MPConv(inputs, outputs, 1) if inputs != outputs else None
         self.first = MPConv(inputs if decoder else outputs, outputs, 3)
         self.embed = MPConv(embedding, outputs)
@@ -178,7 +180,7 @@ class EDM2UNet(nn.Module):
         attention: Heights of the levels whose blocks attend.
         middle: Blocks at the start of the decoder, in [1, 2]; EDM2 has 2.
         middle_attention: Whether the first of them attends; None: where any level does. EDM2's always does.
-        head: Channels of an attention head, at least 1.
+        head: Channels of an attention head, at least 1: as many heads as fit must divide the channels of their level.
         dropout: In [0, 1).
     """
 

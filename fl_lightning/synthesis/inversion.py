@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LabelSource = Literal["uniform", "client_head", "client_counts"]
+LabelSource = Literal["uniform", "balanced", "client_head", "client_counts"]
 Combine = Literal["logits", "probs"]
 
 
@@ -172,7 +172,8 @@ class _TotalVariation(torch.autograd.Function):
 def jensen_shannon(student: Tensor, teacher: Tensor, temperature: float = 3.0) -> Tensor:
     """JS(P, Q) = KL(P || M) / 2 + KL(Q || M) / 2, M = (P + Q) / 2, of class scores (B, C): the mean over the batch.
 
-    ADI's: temperature 3, probabilities limited to [0.01, 0.99] (and not normalised again).
+    ADI's (Yin et al., 2020): temperature 3, probabilities limited to [0.01, 0.99] (and not normalised again). The authors'
+    code takes the KL divergences the other way round, from M, which is larger.
     """
     p, q = ((scores.float() / temperature).softmax(1).clamp(0.01, 0.99) for scores in (student, teacher))
     middle = ((p + q) / 2).log()
@@ -212,10 +213,11 @@ def label_plan(
     logits: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Draw the classes of one client's synthetic images, (num_images,) int64, each by itself.
+    """The classes of one client's synthetic images, (num_images,) int64, each drawn by itself unless they are balanced.
 
     Args:
-        source: "uniform": every class alike; a client that never saw a class then invents it. "client_head": by the mean
+        source: "uniform": every class alike; a client that never saw a class then invents it. "balanced": the classes in
+            turn, as in DeepInversion's script. "client_head": by the mean
             softmax of the client's model on noise, which needs no upload beyond the model. "client_counts": by the client's
             label counts: an oracle, which a report must say.
         num_images: Images, at least 1.
@@ -231,6 +233,8 @@ def label_plan(
         raise ValueError(f"label source is {source!r}; allowed: {', '.join(map(repr, get_args(LabelSource)))}")
     if num_images < 1:
         raise ValueError(f"num_images is {num_images}; it must be at least 1")
+    if source == "balanced":
+        return torch.arange(num_images) % num_classes
     if source == "uniform":
         prior = torch.ones(num_classes)
     elif source == "client_head":

@@ -27,7 +27,7 @@ def check_relabel(reading: str, hard_view: str, lam: float, beta: float, tempera
         if value not in get_args(allowed):
             raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, get_args(allowed)))}")
     for name, number in (("lam", lam), ("beta", beta)):
-        if number < 0:
+        if not number >= 0:
             raise ValueError(f"{name} is {number}; it must be at least 0")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")

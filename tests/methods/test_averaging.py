@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -360,6 +361,7 @@ def test_local_only_of_a_cohort_pays_when_a_client_is_first_reached() -> None:
         (lambda: FedAvg(lr_decay=0.0), r"lr_decay is 0.0; it must be in \(0, 1\]"),
         (lambda: FedAvg(lr_schedule="linear"), "'linear'; allowed: 'constant', 'cosine'"),  # type: ignore[arg-type]
         (lambda: FedProx(mu=-1), "mu is -1; it must be at least 0"),
+        (lambda: FedProx(mu=math.nan), "mu is nan; it must be at least 0"),
     ],
 )
 def test_wrong_arguments(build: Callable[[], Any], text: str) -> None:

@@ -120,6 +120,15 @@ def test_the_clients_limit_of_steps_is_not_the_weights(monkeypatch: pytest.Monke
     assert steps == [2 * math.ceil(len(method.bank) / 4)]
 
 
+def test_who_asks_for_the_teachers_is_told_their_weights() -> None:
+    method = METHODS["CoBoosting"](mu=0.1)
+    small(method).fit()
+    found = method.distillation()
+    assert found is not None
+    assert torch.equal(found.teacher.given["weights"]["weights"], method.weights)  # type: ignore[attr-defined]
+    assert not torch.allclose(method.weights, method.weights.mean())  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("mu", [0.02, 5.0])
 def test_weights_move_by_a_step_a_batch_and_stay_within_their_bounds(mu: float) -> None:
     method = METHODS["CoBoosting"](mu=mu, student=Training(5, 100))  # the pool is one batch
@@ -236,6 +245,7 @@ def test_probabilities_of_zero_stay_finite_where_somebody_says_more() -> None:
         ({"weight_passes": 0}, "weight_passes is 0; it must be at least 1"),
         ({"hs": -1}, "hs is -1; it must be at least 0"),
         ({"mu": -1}, "mu is -1; it must be at least 0"),
+        ({"mu": math.nan}, "mu is nan; it must be at least 0"),
         ({"epsilon": -1}, "epsilon is -1; it must be at least 0"),
     ],
 )

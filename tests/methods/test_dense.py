@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from methods.test_generator_distillation import METHODS, SMALL, small
 from torch import Tensor
 
 from fl_lightning.data.augmentation import HorizontalFlip
-from fl_lightning.methods import DENSE
+from fl_lightning.methods import DENSE, dense
 from fl_lightning.rng import torch_generator
 
 BN, ADVERSARIAL, T, RATE = 0.5, 0.7, 2.0, 0.3
@@ -97,6 +99,20 @@ def test_images_are_changed_at_random_before_anybody_is_asked() -> None:
 
     assert torch.equal(images(), images(HorizontalFlip(0.0)))
     assert not torch.equal(images(), images(HorizontalFlip(1.0)))
+
+
+def test_every_step_of_the_generator_draws_its_views_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    given = dense.augment
+
+    def augment(augmentation: Any, images: Tensor, draws: Tensor) -> Tensor:
+        seen.append(draws.clone())
+        return given(augmentation, images, draws)
+
+    monkeypatch.setattr(dense, "augment", augment)
+    small(METHODS["DENSE"](epochs=1, generator_steps=4, augmentation=[HorizontalFlip(0.5)])).fit()
+    assert len(seen) == 4
+    assert all(not torch.equal(a, b) for a, b in combinations(seen, 2))
 
 
 def test_what_is_kept_is_not_what_was_flipped() -> None:

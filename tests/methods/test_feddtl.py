@@ -604,6 +604,14 @@ def test_state_survives_a_round_trip() -> None:
         ({"server_epochs": 0}, "server_epochs is 0"),
         ({"embedding_noise": -1.0}, "embedding_noise is -1.0"),
         ({"upload_limit": 0}, "upload_limit is 0"),
+        ({"embedding_noise": math.nan}, "embedding_noise is nan"),
+        ({"server_lr": -1.0}, "server_lr is -1.0; it must be above 0"),
+        ({"mix": "foo"}, "mix is 'foo'; allowed: 'parameters', 'probabilities', 'kl'"),
+        ({"old_policy": "foo"}, "old_policy is 'foo'; allowed: 'step', 'epoch', 'round'"),
+        *(
+            ({name: "foo"}, f"{name} is 'foo'; allowed: ")
+            for name in ("schedule", "second_stage", "sft_anchor", "anchor_text", "aggregate")
+        ),
         ({"embedding_epsilon": 0.0}, "embedding_epsilon is 0.0; it must be above 0"),
         ({"label_epsilon": -1.0}, "label_epsilon is -1.0; it must be above 0"),
         ({"embedding_noise": 0.1, "embedding_delta": 1.0}, "embedding_delta is 1.0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,13 @@ def test_where_labels_come_from(source: Any, teacher: Any) -> None:
         assert torch.equal(plans[1 if teacher == "per_client" else 0], expected)
 
 
+def test_a_client_may_be_called_ensemble() -> None:
+    loop = federation(FedMITR(label_source="client_counts", **SPARSE))
+    method: Any = loop.method
+    method.counts = {"ensemble": torch.tensor([0, 0, 9]), "other": torch.tensor([9, 9, 0])}
+    assert method.labels(SimpleNamespace(seed=0, round=1), "ensemble", 8, 0).tolist() == [2] * 8
+
+
 # ---- alternation
 
 
@@ -350,7 +358,10 @@ def test_other_readings_run(reading: Any, view: Any) -> None:
         ({"iterations": 0}, "iterations is 0"),
         ({"epochs": 0}, "epochs is 0"),
         ({"teacher": "all"}, "teacher is 'all'; allowed: 'per_client', 'ensemble'"),
-        ({"label_source": "guess"}, "label_source is 'guess'; allowed: 'uniform', 'client_head', 'client_counts'"),
+        (
+            {"label_source": "guess"},
+            "label_source is 'guess'; allowed: 'uniform', 'balanced', 'client_head', 'client_counts'",
+        ),
         ({"teacher": "ensemble", "combine": "product"}, "combine is 'product'; an ensemble can be inverted as"),
         ({"events": [3], "ratios": []}, r"events are \[3\] and ratios \[\]"),
         ({"iterations": 200}, r"iterations 200; event 200 would never come"),

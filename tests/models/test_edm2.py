@@ -202,6 +202,7 @@ def test_diffusers_time_runs_from_0_to_1000() -> None:
         (EDM2UNet, {"middle": 0}, r"middle is 0; it must be in \[1, 2\]"),
         (EDM2UNet, {"width": 0}, "width is 0; it must be at least 1"),
         (EDM2UNet, {"attention": (16,)}, "no level has height 16"),
+        (EDM2UNet, {"attention": (8,), "head": 5}, "head is 5; a level of 16 channels is not divided by 3 heads"),
         (DiffusersUNet, {"groups": 5}, "groups is 5; it must be at least 1 and divide width 16"),
     ],
 )

@@ -191,12 +191,14 @@ def test_labels_are_drawn_from_the_source_that_is_asked_for() -> None:
     expected = torch.tensor([1.25, 0.25, 2.25, 0.25]) / 4  # the mean of the four softmaxes
     assert torch.allclose(shares("client_head", logits=logits), expected, atol=0.03)
     assert torch.equal(shares("uniform"), shares("uniform"))
+    assert torch.equal(shares("balanced"), torch.full((4,), 0.25))
+    assert label_plan("balanced", 6, 4, torch_generator(0)).tolist() == [0, 1, 2, 3, 0, 1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("server", 5), "label source is 'server'; allowed: 'uniform', 'client_head', 'client_counts'"),
+        (("server", 5), "label source is 'server'; allowed: 'uniform', 'balanced', 'client_head', 'client_counts'"),
         (("uniform", 0), "num_images is 0"),
         (("client_head", 5), "logits are missing"),
         (("client_counts", 5), "counts are None"),
