@@ -9,7 +9,6 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
@@ -30,7 +29,7 @@ MEMORY = "memory"  # the part of a state that may be larger than this process' m
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written."""
+    """A checkpoint, or a client's memory that leaves this process' own, could not be written."""
 
 
 class _Folder:
@@ -47,6 +46,9 @@ class Spilled(Mapping[str, Tensors]):
     Args:
         folder: Where it lies.
         memory: What to write.
+
+    Raises:
+        CheckpointError: The disk takes no more.
     """
 
     __slots__ = ("_folder", "_number")
@@ -55,7 +57,12 @@ class Spilled(Mapping[str, Tensors]):
         self._folder, self._number = folder, next(folder.numbers)
         tensors: dict[str, Tensor] = {}
         tree = json.dumps(flatten(memory, tensors))
-        self._path.write_bytes(save_safetensors(_apart(tensors), {"tree": tree}))
+        try:
+            self._path.write_bytes(save_safetensors(_apart(tensors), {"tree": tree}))
+        except OSError as error:
+            raise CheckpointError(
+                error.errno, f"cannot write a client's memory into {folder.path}: {error.strerror}"
+            ) from error
 
     def __del__(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -95,6 +102,7 @@ class MemoryStore:
         if budget is not None and not budget >= 0:
             raise ValueError(f"federation.memory_budget is {budget}; it must be at least 0, or null")
         self._limit = math.inf if budget is None else budget * 2**20
+        self._folder = None if budget is None else _Folder()
         self._clear()
 
     def _clear(self) -> None:
@@ -124,15 +132,12 @@ class MemoryStore:
         self._here[client] = memory
         self._bytes += _size(memory)
         while self._bytes > self._limit:
-            oldest = next(iter(self._here))
-            spilled = self._here.pop(oldest)
-            self._bytes -= _size(spilled)
-            if oldest not in self._files:
+            assert self._folder is not None
+            oldest, spilled = next(iter(self._here.items()))
+            if oldest not in self._files:  # where writing fails, the memory is here still
                 self._files[oldest] = Spilled(self._folder, spilled)
-
-    @cached_property
-    def _folder(self) -> _Folder:
-        return _Folder()
+            del self._here[oldest]
+            self._bytes -= _size(spilled)
 
     def state_dict(self) -> dict[str, Any]:
         """All memories; those in files are read when they are looked at."""

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from federation.tiny import same
 
 from fl_lightning.__main__ import main
 from fl_lightning.federation import state as state_module
+from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.state import CheckpointError, CheckpointFolder, MemoryStore, read_checkpoint, read_info
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +170,38 @@ def test_writing_a_round_again_replaces_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["round_00001"]
 
 
+def no_room_for_memories(monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> list[Path]:
+    """Where memories go, the disk is full whenever ``when`` says so; returns the files that it did not take."""
+    refused, write = list[Path](), Path.write_bytes
+
+    def write_bytes(path: Path, content: bytes) -> int:
+        if path.parent.name.startswith("fl_lightning_memories_") and when():
+            refused.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    return refused
+
+
+def test_a_memory_that_finds_no_room_on_the_disk_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, full = MemoryStore(budget=1 / 2**10), False
+    no_room_for_memories(monkeypatch, lambda: full)
+    expected = {key: {"own": {"w": torch.full((200,), value)}} for key, value in {"a": 1.0, "b": 2.0}.items()}
+    for key, memory in expected.items():
+        store.commit(key, memory)  # 800 bytes; there is room for one
+    full = True
+    expected["c"] = {"own": {"w": torch.full((200,), 3.0)}}
+    for action in (lambda: store.commit("c", expected["c"]), lambda: store.get("a")):
+        with pytest.raises(CheckpointError, match=r"memory into .*fl_lightning_memories_.*: No space") as error:
+            action()
+        assert error.value.errno == errno.ENOSPC
+    full = False
+    assert same(store.state_dict(), expected)
+    assert all(same(store.get(key), memory) for key, memory in expected.items())
+    assert len(store._here) == 1
+
+
 # ---- the command line
 
 TINY = [
@@ -214,3 +248,30 @@ def test_a_full_disk_ends_the_run_with_a_line(
     resumed = main([*TINY, "--ckpt_path", "last"]).loop  # type: ignore[attr-defined]
     assert resumed.round == 3
     assert resumed.history[1]["round"] == 1
+
+
+def test_a_disk_without_room_for_memories_is_no_clients_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked, ask = [0], Guard.ask
+
+    def watched(guard: Guard, *rest: Any) -> Any:
+        asked[0] = guard.round
+        try:
+            return ask(guard, *rest)
+        finally:
+            asked[0] = 0
+
+    monkeypatch.setattr(Guard, "ask", watched)
+    refused = no_room_for_memories(monkeypatch, lambda: asked[0] == 2)
+    config = str(ROOT / "configs" / "scaffold.yaml")
+    with pytest.raises(SystemExit) as exit:
+        main([*TINY, "--config", config, "--federation.memory_budget=0.05", "--federation.on_client_error=skip"])
+    assert (exit.value.code, len(refused)) == (2, 1)
+    said = capsys.readouterr().err
+    assert "the disk is full" in said
+    assert f"cannot write a client's memory into {refused[0].parent}" in said
+    (folder,) = tmp_path.glob("lightning_logs/*/version_0")
+    assert f"go on from {(folder / 'checkpoints' / 'round_00001').relative_to(tmp_path)}" in said
+    assert not (folder / "failures.jsonl").exists()
