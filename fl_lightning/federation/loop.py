@@ -306,7 +306,7 @@ class FederationLoop:
             self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
-            self._on_disk = self.round
+            self._on_disk = self.round if self.folder and checkpoint.name == self._path(self.round).name else -1
         self._check_cohorts()
         try:
             self._call("on_start")

@@ -324,7 +324,8 @@ class CheckpointFolder:
         self.folder, self.keep_last = Path(folder), keep_last
 
     def save(self, round: int, state: Mapping[str, Any], info: Mapping[str, Any]) -> Path:
-        """Write a checkpoint beside and rename it into place; older ones beyond ``keep_last`` go.
+        """Write a checkpoint beside and rename it into place; then those of later rounds go, and older ones beyond
+        ``keep_last``.
 
         Args:
             round: Last finished round.
@@ -338,8 +339,10 @@ class CheckpointFolder:
         beside = self.folder / f".writing_{round:05d}"
         aside = self.folder / f".replaced_{round:05d}"
         shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
         try:
+            if aside.exists() and not final.exists():
+                aside.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
             beside.mkdir(parents=True)
             shards = _Shards(beside)
             tree = flatten(state, shards)
@@ -348,7 +351,7 @@ class CheckpointFolder:
             rest = {STATE: json.dumps(tree), INFO: json.dumps({**info, "round": round}, indent=2)}
             digests = shards.digests | {name: _write(beside / name, text.encode()) for name, text in rest.items()}
             _write(beside / MANIFEST, _manifest(round, digests))
-            if final.exists():  # set aside, so that there is no moment with neither
+            if final.exists():  # set aside, where `list` finds it, so that there is no moment with neither
                 final.rename(aside)
             beside.rename(final)
             sync(self.folder)
@@ -360,14 +363,22 @@ class CheckpointFolder:
             kept = self.list()
             last = f"the last good one is {kept[-1]}" if kept else "there is none before it"
             raise CheckpointError(error.errno, f"cannot write {final}: {error.strerror}; {last}") from error
-        shutil.rmtree(aside, ignore_errors=True)
-        for old in self.list()[: -self.keep_last]:
-            shutil.rmtree(old)
+        there = self.list()
+        kept = there[: there.index(final) + 1][-self.keep_last :]
+        for old in dict.fromkeys((*reversed(there), *self.folder.glob(".replaced_*"))):
+            if old not in kept:
+                shutil.rmtree(old)
         return final
 
     def list(self) -> list[Path]:
-        """Checkpoints, oldest first."""
-        return sorted(path for path in self.folder.glob("round_*") if (path / MANIFEST).exists())
+        """Checkpoints, oldest first. One that was set aside is there as long as nothing has taken its place."""
+        found = {
+            path.name.partition("_")[2]: path
+            for names in (".replaced_*", "round_*")
+            for path in self.folder.glob(names)
+            if (path / MANIFEST).exists()
+        }
+        return [found[number] for number in sorted(found, key=lambda number: (len(number), number))]
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

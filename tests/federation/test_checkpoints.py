@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from federation.tiny import same
+from federation.tiny import federation, same
 
 from fl_lightning.__main__ import main
+from fl_lightning.cli import newest
 from fl_lightning.federation import state as state_module
 from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.state import CheckpointError, CheckpointFolder, MemoryStore, read_checkpoint, read_info
+from fl_lightning.methods import FedAvg
 
 ROOT = Path(__file__).parents[2]
 STATE = {"w": torch.arange(4.0), "history": [{"round": 1.0}]}
@@ -79,6 +81,81 @@ def test_the_fuzzer_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> N
     result = module.fuzz(40)
     assert result["accepted_corruptions"] > 10
     assert result["crashes"] > 0
+
+
+# ---- which ones there are
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_came_after_a_round_that_is_written_again_goes(tmp_path: Path) -> None:
+    for round in range(1, 6):
+        CheckpointFolder(tmp_path, keep_last=9).save(round, STATE, {})
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    folder.save(3, STATE, {"config_hash": "new"})  # going on from round 2
+    assert names(tmp_path) == ["round_00002", "round_00003"]
+    assert read_info(folder.list()[-1])["config_hash"] == "new"
+    folder.save(100_000, STATE, {})
+    assert [path.name for path in folder.list()] == ["round_00003", "round_100000"]
+
+
+def test_later_checkpoints_stay_until_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, STATE, {})
+    folder.save(2, STATE, {})
+    full(monkeypatch, 1)
+    with pytest.raises(CheckpointError):
+        folder.save(1, STATE, {})
+    assert names(tmp_path) == ["round_00001", "round_00002"]
+
+
+@pytest.mark.parametrize("next_round", [1, 2])
+def test_a_kill_between_the_renames_leaves_the_round_as_it_was(
+    next_round: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation(FedAvg(rounds=1)).fit(tmp_path)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep_last=1)
+    before, rename = read_checkpoint(folder.list()[0])[0], Path.rename
+
+    def killed(path: Path, target: Path) -> None:
+        if path.name.startswith(".writing"):
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.save(1, STATE, {})
+    (left,) = folder.list()
+    assert same(read_checkpoint(left)[0], before)
+    assert newest(tmp_path) == left
+    # From there a run goes on, and the next checkpoint leaves nothing else.
+    loop = federation(FedAvg(rounds=next_round), keep_last=1)
+    loop.fit(tmp_path, left)
+    assert loop.round == next_round
+    assert [name for name in names(folder.folder) if "writing" not in name] == [f"round_{next_round:05d}"]
+    assert len(read_checkpoint(folder.list()[0])[0]["history"]) == next_round + 1
+
+
+def test_a_write_that_fails_between_the_renames_is_told_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = CheckpointFolder(tmp_path), Path.rename
+    folder.save(1, STATE, {})
+
+    def broken(path: Path, target: Path) -> None:
+        if path.name.startswith(".writing"):
+            raise OSError(errno.EIO, "broken")
+        rename(path, target)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", broken)
+        for _ in range(2):  # what is set aside outlives the second try too
+            with pytest.raises(CheckpointError, match=rf"last good one is {tmp_path}/.replaced_00001"):
+                folder.save(1, {}, {})
+    assert same(read_checkpoint(folder.list()[0])[0], STATE)
 
 
 # ---- states larger than the memory
