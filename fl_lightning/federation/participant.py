@@ -171,6 +171,11 @@ class Participant:
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
 
+    @property
+    def trained(self) -> bool:
+        """Whether a gradient has been taken, be it in a fit that failed."""
+        return self.num_gradients > 0 or any(task.num_gradients > 0 for task in self.tasks.values())
+
     def run(self, steps: Steps, *owner: object) -> Any:
         """Drive a client program (or any generator of requests) to its end.
 
