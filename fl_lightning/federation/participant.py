@@ -134,6 +134,10 @@ class Participant:
         client_loop: "trainer": every request is one of Lightning's Trainer; "lean": of the lean loop, see
             `fl_lightning.federation.lean`; "auto": lean where that is possible, and a line that says why where it is not.
         compile: Run the tasks' networks through ``torch.compile``, once: tasks stay, and clients' weights are copied in.
+
+    Raises:
+        ValueError: ``client_loop`` is unknown, or a budget of the trainer leaves nothing to train, or its gradient clipping
+            is below 0.
     """
 
     def __init__(
@@ -162,6 +166,8 @@ class Participant:
         if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
         self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
+        if self._clip is not None and not self._clip >= 0:
+            raise ValueError(f"trainer.gradient_clip_val is {self._clip}; it must be at least 0, or null")
         self._dry = bool(template.get("fast_dev_run"))
         self.num_gradients = 0  # backward passes of all fits so far
         self.flops: FlopCount | None = None  # counts where one is set

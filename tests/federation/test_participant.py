@@ -458,3 +458,11 @@ def test_a_network_is_compiled_once_and_not_once_a_client(name: str, monkeypatch
 def test_compiling_is_for_the_serial_engine(engine: str) -> None:
     with pytest.raises(ValueError, match=f"federation.compile is true, and the engine is '{engine}'"):
         federation(FedAvg(rounds=1), engine=engine, compile=True)
+
+
+@pytest.mark.parametrize("engine", ["serial", "vectorized"])
+def test_gradients_are_not_clipped_to_less_than_nothing(engine: str) -> None:
+    for value in (-1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"trainer.gradient_clip_val is {value}; it must be at least 0, or null"):
+            federation(FedAvg(rounds=1), trainer={"gradient_clip_val": value}, engine=engine)
+    federation(FedAvg(rounds=1), trainer={"gradient_clip_val": 0}, engine=engine)
