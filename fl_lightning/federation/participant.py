@@ -165,6 +165,13 @@ class Participant:
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
         if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
+        for name, allowed in {
+            "max_epochs": "at least 1, or -1 for no limit beside max_steps",
+            "max_steps": "at least 1, or -1 for no limit",
+            "limit_train_batches": "at least 1, or a share in (0, 1]",
+        }.items():
+            if getattr(self.trainer, name) == 0:
+                raise ValueError(f"trainer.{name} is 0, with which nothing is trained; it must be {allowed}")
         self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
         if self._clip is not None and not self._clip >= 0:
             raise ValueError(f"trainer.gradient_clip_val is {self._clip}; it must be at least 0, or null")
