@@ -18,6 +18,7 @@ from torch import Tensor
 from fl_lightning.__main__ import main
 from fl_lightning.cli import config_hash
 from fl_lightning.data.examples import Examples
+from fl_lightning.federation.attacks import OneNaN
 from fl_lightning.federation.generation import MemorisationMeter
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.recorder import Recorder
@@ -251,6 +252,11 @@ def test_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     assert "holds no uploads" in message()
     folder.rmdir()
     assert "there is no such folder" in message()
+
+
+def test_an_attack_has_nobody_to_corrupt_where_uploads_are_read() -> None:
+    with pytest.raises(ValueError, match=r"federation.uploads is 'x', and federation.attack is given"):
+        FederationLoop(uploads="x", attack=OneNaN(clients=["0"]))
 
 
 def test_no_clients_and_no_uploads(tmp_path: Path) -> None:
