@@ -46,7 +46,7 @@ from fl_lightning.federation.journal import FOLDER
 from fl_lightning.federation.loop import FederationLoop, info_from_json
 from fl_lightning.federation.progress import ProgressDisplay
 from fl_lightning.federation.recorder import Recorder, write_json
-from fl_lightning.federation.state import CheckpointFolder, digest, read_checkpoint, read_info
+from fl_lightning.federation.state import MANIFEST, CheckpointFolder, digest, read_checkpoint, read_info
 from fl_lightning.federation.uploads import uploads_digest, uploads_folder
 from fl_lightning.methods.base import Method
 from fl_lightning.tasks.base import FederatedTask
@@ -284,7 +284,7 @@ class FederatedCLI(LightningCLI):
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
         except ValueError as error:
-            trained = self.loop.round > 0 or isinstance(error, BadReply)
+            trained = self.loop.round > 0 or self.loop.participant.trained or isinstance(error, BadReply)
             if trained or (self.run_folder is not None and (self.run_folder / FOLDER).exists()):
                 raise  # no wrong argument, then: it wants its traceback
             if self.run_folder is not None and checkpoint is None:
@@ -484,13 +484,13 @@ class FederatedCLI(LightningCLI):
         config["method"].setdefault("init_args", {})["without"] = list(self.method.without) or None
         text = yaml.safe_dump(config, sort_keys=False)
         facts = {**facts, "config": text, "config_hash": config_hash(config)}
-        checkpoints = CheckpointFolder(path.parent, keep_last=10**6)
-        kept = checkpoints.save(self.loop.round, self.loop.state_dict(), facts)
+        before = set(path.parent.iterdir())
+        kept = CheckpointFolder(path.parent).save(self.loop.round, self.loop.state_dict(), facts)
         # Now nothing else of the run that could hold the key. Torn checkpoints too: they have no manifest, but tensors.
-        gone = [p for p in path.parent.iterdir() if p != kept]
+        gone = [*(before.union(path.parent.iterdir()) - {kept})]
         gone += [p for pattern in stale for p in folder.glob(pattern)]
         for old in gone:
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
         (folder / "config.yaml").write_text(text)
         print(f"deleted: {', '.join(sorted(str(p.relative_to(folder)) for p in gone)) or 'nothing'}")
         if self.loop.progress:
@@ -589,9 +589,9 @@ class FederatedCLI(LightningCLI):
                     )
                 return path
             wanted = self.config_hash()
-            manifests = (self.root / RUNS).glob("**/checkpoints/round_*/manifest.json")
-            for manifest in sorted(manifests, key=lambda p: (p.stat().st_mtime, str(p)), reverse=True):
-                path = manifest.parent
+            folders = (self.root / RUNS).glob("**/checkpoints")
+            there = [path for folder in folders for path in CheckpointFolder(folder).list()]
+            for path in sorted(there, key=lambda p: ((p / MANIFEST).stat().st_mtime, str(p)), reverse=True):
                 try:
                     # As it was then: uploads may have moved, or changed, since.
                     if read_info(path).get("config_hash") == wanted:

@@ -4,6 +4,8 @@ watch (and change) one local fit."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal
 
 from fl_lightning.data.bank import Bank
@@ -77,12 +79,17 @@ class ExportModel(FederationCallback):
     """Write the model whose accuracy is reported to a safetensors file when the last round is over.
 
     Args:
-        path: The file; its folder exists.
+        path: The file; its folder is made.
         half: Write float16, as a tiny CLIP's weights always are.
     """
 
     def __init__(self, path: str, half: bool = False) -> None:
         self.path, self.half = path, half
+
+    def on_start(self, loop: FederationLoop) -> None:
+        if not loop.method.one_model:
+            raise ValueError(f"{type(loop.method).__name__} has no global model to export")
+        _check_target(self, self.path)
 
     def on_end(self, loop: FederationLoop) -> None:
         request = loop.method.evaluations().get("")
@@ -98,11 +105,16 @@ class ExportBank(FederationCallback):
     learns from them.
 
     Args:
-        path: The file; its folder exists.
+        path: The file; its folder is made.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def on_start(self, loop: FederationLoop) -> None:
+        if not loop.method.makes_images:
+            raise ValueError(f"{type(loop.method).__name__} has no synthetic images to export")
+        _check_target(self, self.path)
 
     def on_end(self, loop: FederationLoop) -> None:
         bank = loop.method.synthetic()
@@ -110,6 +122,23 @@ class ExportBank(FederationCallback):
             raise ValueError(f"{type(loop.method).__name__} has no synthetic images to export")
         if loop.is_main:
             bank.save(self.path)
+
+
+def _check_target(exporter: FederationCallback, path: str) -> None:
+    """Make a file's folder and see that it takes files, on every device, so that all of them end where it does not.
+
+    Raises:
+        ValueError: It does not.
+    """
+    label, folder = f"{type(exporter).__name__}.path is {path!r}", Path(path).parent
+    if Path(path).is_dir():
+        raise ValueError(f"{label}, which is a folder; it must be a file")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{label}; its folder must be one that can be written ({error.strerror})") from error
 
 
 class EarlyStop(FederationCallback):

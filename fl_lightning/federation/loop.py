@@ -86,7 +86,7 @@ class FederationLoop:
             who have sent something. With ``data.num_clients: 0`` there is no data but the test set.
         save_uploads: Write what the clients send in round 1 to ``uploads/`` in the run's folder.
         aggregator: A rule in place of the mean of updates, for example `Krum`; null for the method's own.
-        attack: Hostile clients, for experiments.
+        attack: Hostile clients, for experiments. Not with ``uploads``, which are as they are.
         record_privacy: Train with differential privacy for single examples at the clients; null for none. Not with the
             vectorized engine, and not with ``uploads``.
         on_client_error: What a client that fails means: by an exception, or by a reply that does not fit what the method
@@ -181,10 +181,11 @@ class FederationLoop:
             raise ValueError(
                 f"federation.client_timeout is {client_timeout} and the engine {engine!r}; it must be above 0 and 'serial'"
             )
-        if system is not None and uploads is not None:
-            raise ValueError(
-                f"federation.uploads is {uploads!r}, and federation.system is given; they do not go together"
-            )
+        for label, given in {"system": system, "attack": attack}.items():
+            if given is not None and uploads is not None:
+                raise ValueError(
+                    f"federation.uploads is {uploads!r}, and federation.{label} is given; they do not go together"
+                )
         self.system, self.client_timeout = system, client_timeout
         self.callbacks: list[FederationCallback] = [*(callbacks or []), MemorisationMeter()]
         self.callbacks += [record_privacy] if record_privacy is not None else []
@@ -306,7 +307,7 @@ class FederationLoop:
             self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
-            self._on_disk = self.round
+            self._on_disk = self.round if self.folder and checkpoint.name == self._path(self.round).name else -1
         self._check_cohorts()
         try:
             self._call("on_start")

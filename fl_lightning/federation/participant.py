@@ -134,6 +134,10 @@ class Participant:
         client_loop: "trainer": every request is one of Lightning's Trainer; "lean": of the lean loop, see
             `fl_lightning.federation.lean`; "auto": lean where that is possible, and a line that says why where it is not.
         compile: Run the tasks' networks through ``torch.compile``, once: tasks stay, and clients' weights are copied in.
+
+    Raises:
+        ValueError: ``client_loop`` is unknown, or a budget of the trainer leaves nothing to train, or its gradient clipping
+            is below 0.
     """
 
     def __init__(
@@ -161,7 +165,16 @@ class Participant:
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
         if self._max_steps < 0 and (self._max_epochs is None or self._max_epochs < 1):
             raise ValueError(f"trainer.max_epochs is {self._max_epochs}; local epochs must be at least 1")
+        for name, allowed in {
+            "max_epochs": "at least 1, or -1 for no limit beside max_steps",
+            "max_steps": "at least 1, or -1 for no limit",
+            "limit_train_batches": "at least 1, or a share in (0, 1]",
+        }.items():
+            if getattr(self.trainer, name) == 0:
+                raise ValueError(f"trainer.{name} is 0, with which nothing is trained; it must be {allowed}")
         self._accumulate, self._clip = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val
+        if self._clip is not None and not self._clip >= 0:
+            raise ValueError(f"trainer.gradient_clip_val is {self._clip}; it must be at least 0, or null")
         self._dry = bool(template.get("fast_dev_run"))
         self.num_gradients = 0  # backward passes of all fits so far
         self.flops: FlopCount | None = None  # counts where one is set
@@ -170,6 +183,11 @@ class Participant:
         self._place: Training | None = None  # in the journal, of the request that is being carried out
         # A limit on forward passes would leave outputs without their examples; a dry run has fewer examples instead.
         self.trainer.limit_predict_batches = 1.0
+
+    @property
+    def trained(self) -> bool:
+        """Whether a gradient has been taken, be it in a fit that failed."""
+        return self.num_gradients > 0 or any(task.num_gradients > 0 for task in self.tasks.values())
 
     def run(self, steps: Steps, *owner: object) -> Any:
         """Drive a client program (or any generator of requests) to its end.

@@ -9,7 +9,6 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
@@ -30,7 +29,7 @@ MEMORY = "memory"  # the part of a state that may be larger than this process' m
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written."""
+    """A checkpoint, or a client's memory that leaves this process' own, could not be written."""
 
 
 class _Folder:
@@ -47,6 +46,9 @@ class Spilled(Mapping[str, Tensors]):
     Args:
         folder: Where it lies.
         memory: What to write.
+
+    Raises:
+        CheckpointError: The disk takes no more.
     """
 
     __slots__ = ("_folder", "_number")
@@ -55,7 +57,12 @@ class Spilled(Mapping[str, Tensors]):
         self._folder, self._number = folder, next(folder.numbers)
         tensors: dict[str, Tensor] = {}
         tree = json.dumps(flatten(memory, tensors))
-        self._path.write_bytes(save_safetensors(_apart(tensors), {"tree": tree}))
+        try:
+            self._path.write_bytes(save_safetensors(_apart(tensors), {"tree": tree}))
+        except OSError as error:
+            raise CheckpointError(
+                error.errno, f"cannot write a client's memory into {folder.path}: {error.strerror}"
+            ) from error
 
     def __del__(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -95,6 +102,7 @@ class MemoryStore:
         if budget is not None and not budget >= 0:
             raise ValueError(f"federation.memory_budget is {budget}; it must be at least 0, or null")
         self._limit = math.inf if budget is None else budget * 2**20
+        self._folder = None if budget is None else _Folder()
         self._clear()
 
     def _clear(self) -> None:
@@ -124,15 +132,12 @@ class MemoryStore:
         self._here[client] = memory
         self._bytes += _size(memory)
         while self._bytes > self._limit:
-            oldest = next(iter(self._here))
-            spilled = self._here.pop(oldest)
-            self._bytes -= _size(spilled)
-            if oldest not in self._files:
+            assert self._folder is not None
+            oldest, spilled = next(iter(self._here.items()))
+            if oldest not in self._files:  # where writing fails, the memory is here still
                 self._files[oldest] = Spilled(self._folder, spilled)
-
-    @cached_property
-    def _folder(self) -> _Folder:
-        return _Folder()
+            del self._here[oldest]
+            self._bytes -= _size(spilled)
 
     def state_dict(self) -> dict[str, Any]:
         """All memories; those in files are read when they are looked at."""
@@ -319,7 +324,8 @@ class CheckpointFolder:
         self.folder, self.keep_last = Path(folder), keep_last
 
     def save(self, round: int, state: Mapping[str, Any], info: Mapping[str, Any]) -> Path:
-        """Write a checkpoint beside and rename it into place; older ones beyond ``keep_last`` go.
+        """Write a checkpoint beside and rename it into place; then those of later rounds go, and older ones beyond
+        ``keep_last``.
 
         Args:
             round: Last finished round.
@@ -333,8 +339,10 @@ class CheckpointFolder:
         beside = self.folder / f".writing_{round:05d}"
         aside = self.folder / f".replaced_{round:05d}"
         shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
         try:
+            if aside.exists() and not final.exists():
+                aside.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
             beside.mkdir(parents=True)
             shards = _Shards(beside)
             tree = flatten(state, shards)
@@ -343,7 +351,7 @@ class CheckpointFolder:
             rest = {STATE: json.dumps(tree), INFO: json.dumps({**info, "round": round}, indent=2)}
             digests = shards.digests | {name: _write(beside / name, text.encode()) for name, text in rest.items()}
             _write(beside / MANIFEST, _manifest(round, digests))
-            if final.exists():  # set aside, so that there is no moment with neither
+            if final.exists():  # set aside, where `list` finds it, so that there is no moment with neither
                 final.rename(aside)
             beside.rename(final)
             sync(self.folder)
@@ -355,14 +363,22 @@ class CheckpointFolder:
             kept = self.list()
             last = f"the last good one is {kept[-1]}" if kept else "there is none before it"
             raise CheckpointError(error.errno, f"cannot write {final}: {error.strerror}; {last}") from error
-        shutil.rmtree(aside, ignore_errors=True)
-        for old in self.list()[: -self.keep_last]:
-            shutil.rmtree(old)
+        there = self.list()
+        kept = there[: there.index(final) + 1][-self.keep_last :]
+        for old in dict.fromkeys((*reversed(there), *self.folder.glob(".replaced_*"))):
+            if old not in kept:
+                shutil.rmtree(old)
         return final
 
     def list(self) -> list[Path]:
-        """Checkpoints, oldest first."""
-        return sorted(path for path in self.folder.glob("round_*") if (path / MANIFEST).exists())
+        """Checkpoints, oldest first. One that was set aside is there as long as nothing has taken its place."""
+        found = {
+            path.name.partition("_")[2]: path
+            for names in (".replaced_*", "round_*")
+            for path in self.folder.glob(names)
+            if (path / MANIFEST).exists()
+        }
+        return [found[number] for number in sorted(found, key=lambda number: (len(number), number))]
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -97,20 +97,27 @@ def read_upload(folder: Path, client: str, uplink: Mapping[str, Group]) -> tuple
         wrong = [f"cannot be read ({error})"]
     try:
         facts = json.loads((folder / (client + _FACTS)).read_text())
-        num_examples = int(facts["num_examples"])
-        counts = torch.tensor(facts.get(_COUNTS) or [], dtype=torch.int64)
+        num_examples, counts = facts["num_examples"], list(facts.get(_COUNTS) or [])
         scalars, metrics = dict(facts.get("scalars") or {}), dict(facts.get("metrics") or {})
     except (ValueError, KeyError, TypeError, OSError) as error:
         return Reply(Message(FIRST, client)), [*wrong, f"has no facts with num_examples ({error!r})"]
-    if num_examples < 1:
-        wrong.append(f"has num_examples {num_examples}; it must be at least 1")
+    if not _is_count(num_examples) or num_examples < 1:
+        wrong.append(f"has num_examples {num_examples!r}; it must be an integer of at least 1")
+        num_examples = 1
+    if counts and not (all(map(_is_count, counts)) and sum(counts)):
+        wrong.append(f"has counts {counts}; they must be integers of at least 0, not all of them 0")
+        counts = [0] * len(counts)
+    for label, values in {"scalars": scalars, "metrics": metrics}.items():
+        if odd := {name: value for name, value in values.items() if not isinstance(value, int | float)}:
+            wrong.append(f"has {label} {odd}; they must be numbers")
+            values.clear()
     plain = plain_group(uplink)
     found: dict[str, dict[str, Tensor]] = {group: {} for group in stated if group and group != _COUNTS}
     for name, value in flat.items():
         group, _, tensor = name.rpartition(":") if ":" in name else (plain or name, "", name)
         found.setdefault(group, {})[tensor] = value
-    if _COUNTS in uplink and len(counts):
-        found[_COUNTS] = {_COUNTS: counts}
+    if _COUNTS in uplink and counts:
+        found[_COUNTS] = {_COUNTS: torch.tensor(counts)}
     if found.keys() != uplink.keys():
         missing, over = sorted(uplink.keys() - found.keys()), sorted(found.keys() - uplink.keys())
         wrong.append(f"has not the groups that the method expects: missing {missing}, unexpected {over}")
@@ -120,6 +127,11 @@ def read_upload(folder: Path, client: str, uplink: Mapping[str, Group]) -> tuple
             groups[group] = _alike(groups[group], expected.like)
         wrong += faults(groups[group], expected.like if group in found else None)
     return Reply(Message(FIRST, client, groups, scalars, num_examples), metrics=metrics), wrong
+
+
+def _is_count(value: object) -> bool:
+    """Whether a value out of JSON is an integer from 0 on that a tensor can hold."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _alike(tensors: Tensors, like: Tensors) -> dict[str, Tensor]:

@@ -29,6 +29,8 @@ class BankDistillation(OneShotDistillation):
         **common: Those of `OneShotDistillation`.
     """
 
+    makes_images = True
+
     def __init__(self, bank: str, student_loss: StudentLoss = "kd", **common: Any) -> None:
         super().__init__(**common)
         if student_loss not in get_args(StudentLoss):

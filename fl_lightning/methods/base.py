@@ -277,8 +277,13 @@ class Method(ABC):
 
     Args:
         rounds: Number of rounds, at least 1.
+
+    Attributes:
+        one_model: Whether the model whose accuracy is reported is, after the last round, one set of weights.
+        makes_images: Whether `synthetic` gives a `Bank` then.
     """
 
+    one_model, makes_images = True, False
     without: Sequence[str] = ()
 
     def __init__(self, rounds: int) -> None:

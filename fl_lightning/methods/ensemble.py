@@ -46,6 +46,8 @@ class OneShotEnsemble(Method):
         combine: "mean_logits": mean of the class scores; "mean": of the probabilities; "product": product of experts.
     """
 
+    one_model = False
+
     def __init__(self, combine: Combine = "mean_logits") -> None:
         super().__init__(1)
         check_combine(combine)

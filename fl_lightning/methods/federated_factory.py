@@ -205,6 +205,7 @@ class FederatedFactory(Method):
             from fl_lightning.tasks.diffusion import DiffusionTask
 
             generator = DiffusionTask()
+        self.one_model = self.makes_images = mode == "server"
         self.mode, self.training = mode, training
         self.generator: GeneratorTask = generator
         self.pretraining = tuple(pretraining or ())

@@ -44,6 +44,8 @@ class GeneratorDistillation(OneShotDistillation):
 
     conditional = False  # whether the generator is told the class
 
+    makes_images = True
+
     def __init__(
         self,
         images: int,

@@ -60,6 +60,8 @@ class InversionDistillation(OneShotDistillation):
     relabel: TokenRelabel
     stops: SparseModelInversion | None = None
 
+    makes_images = True
+
     def __init__(
         self,
         images_per_client: int,

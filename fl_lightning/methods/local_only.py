@@ -46,6 +46,8 @@ class LocalOnly(Method):
         rounds: Number of rounds.
     """
 
+    one_model = False
+
     def __init__(self, rounds: int = 10) -> None:
         super().__init__(rounds)
 

@@ -536,7 +536,8 @@ def index_runs(output: Path) -> tuple[dict[str, Path], set[str]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, and there may be a thousand
     finished, unfinished = {}, set()
     for path in sorted(output.glob("**/config.yaml"), key=lambda p: (p.stat().st_mtime, str(p))):
-        if any(path.parent.glob("unlearned_*.json")):  # no longer what its configuration makes in one go
+        changed = (file for kind in ("unlearned", "enrolled") for file in path.parent.glob(f"{kind}_*.json"))
+        if any(changed):  # no longer what its configuration makes in one go; nor do its rounds cost that
             continue
         found = _hash(yaml.load(path.read_text(), loader))
         if (path.parent / "summary.json").is_file() and (path.parent / "metrics.csv").is_file():

@@ -94,6 +94,7 @@ def read(study: Path, roles: Mapping[str, str]) -> dict[str, dict[int, dict[str,
     Raises:
         ValueError: A variant has no finished run in the study, or did not record the meter's columns.
     """
+    study = study.resolve()
     with open(study / "runs.csv", newline="") as file:
         runs = [run for run in csv.DictReader(file) if run["use"] == "result"]
     found: dict[str, dict[int, dict[str, float]]] = {}

@@ -64,6 +64,7 @@ WRONG = {
     "--model.init_args.network.class_path Foo": r"model.init_args.network is 'Foo'.*import path",
     "--model.init_args.optimizer.class_path SDG": r"model.init_args.optimizer is 'SDG', .*did you mean SGD\?",
     "--model.init_args.optimizer.init_args.lrr 1": r"model.init_args.optimizer.init_args.lrr is no argument of SGD; .*lr\b",
+    "--model.init_args.optimizer.init_args.lr -1": r"Invalid learning rate: -1.0",
     "--seed_everything x": r"seed_everything is x; allowed: bool, int",
     "--seed_everything false": r"seed_everything is false; allowed: an integer",
     "--ckpt_path nowhere": r"nowhere is no round checkpoint",
@@ -302,6 +303,23 @@ def test_an_error_in_a_first_round_that_was_journalled_deletes_nothing(
     cli: Any = fit("--ckpt_path", "last")  # how often it is written does not make it another run
     assert cli.run_folder.resolve() == run.resolve()
     assert not (run / "journal").exists()
+
+
+def test_an_error_after_clients_of_the_first_round_have_trained_deletes_nothing(folder: Path) -> None:
+    hostile = '{class_path: OneNaN, init_args: {clients: ["0", "1", "2"]}}'
+    with pytest.raises(ValueError, match="Krum"):
+        fit(
+            *("--data.num_clients", "5", "--federation.sampler", "null", "--federation.on_client_error", "skip"),
+            *(
+                "--federation.attack",
+                hostile,
+                "--federation.aggregator",
+                "{class_path: Krum, init_args: {byzantine: 1}}",
+            ),
+            *("--federation.evaluate_every", "9", "--trainer.max_steps", "1"),
+        )
+    failures = (folder / "lightning_logs/fedavg/version_0/failures.jsonl").read_text().splitlines()
+    assert [json.loads(line)["client"] for line in failures] == ["0", "1", "2"]
 
 
 def test_only_errors_before_the_first_round_are_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,20 @@ import errno
 import importlib.util
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federation.tiny import same
+from federation.tiny import federation, same
 
 from fl_lightning.__main__ import main
+from fl_lightning.cli import newest
 from fl_lightning.federation import state as state_module
+from fl_lightning.federation.incoming import Guard
 from fl_lightning.federation.state import CheckpointError, CheckpointFolder, MemoryStore, read_checkpoint, read_info
+from fl_lightning.methods import FedAvg
 
 ROOT = Path(__file__).parents[2]
 STATE = {"w": torch.arange(4.0), "history": [{"round": 1.0}]}
@@ -77,6 +81,81 @@ def test_the_fuzzer_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> N
     result = module.fuzz(40)
     assert result["accepted_corruptions"] > 10
     assert result["crashes"] > 0
+
+
+# ---- which ones there are
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_came_after_a_round_that_is_written_again_goes(tmp_path: Path) -> None:
+    for round in range(1, 6):
+        CheckpointFolder(tmp_path, keep_last=9).save(round, STATE, {})
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    folder.save(3, STATE, {"config_hash": "new"})  # going on from round 2
+    assert names(tmp_path) == ["round_00002", "round_00003"]
+    assert read_info(folder.list()[-1])["config_hash"] == "new"
+    folder.save(100_000, STATE, {})
+    assert [path.name for path in folder.list()] == ["round_00003", "round_100000"]
+
+
+def test_later_checkpoints_stay_until_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, STATE, {})
+    folder.save(2, STATE, {})
+    full(monkeypatch, 1)
+    with pytest.raises(CheckpointError):
+        folder.save(1, STATE, {})
+    assert names(tmp_path) == ["round_00001", "round_00002"]
+
+
+@pytest.mark.parametrize("next_round", [1, 2])
+def test_a_kill_between_the_renames_leaves_the_round_as_it_was(
+    next_round: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation(FedAvg(rounds=1)).fit(tmp_path)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep_last=1)
+    before, rename = read_checkpoint(folder.list()[0])[0], Path.rename
+
+    def killed(path: Path, target: Path) -> None:
+        if path.name.startswith(".writing"):
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.save(1, STATE, {})
+    (left,) = folder.list()
+    assert same(read_checkpoint(left)[0], before)
+    assert newest(tmp_path) == left
+    # From there a run goes on, and the next checkpoint leaves nothing else.
+    loop = federation(FedAvg(rounds=next_round), keep_last=1)
+    loop.fit(tmp_path, left)
+    assert loop.round == next_round
+    assert [name for name in names(folder.folder) if "writing" not in name] == [f"round_{next_round:05d}"]
+    assert len(read_checkpoint(folder.list()[0])[0]["history"]) == next_round + 1
+
+
+def test_a_write_that_fails_between_the_renames_is_told_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = CheckpointFolder(tmp_path), Path.rename
+    folder.save(1, STATE, {})
+
+    def broken(path: Path, target: Path) -> None:
+        if path.name.startswith(".writing"):
+            raise OSError(errno.EIO, "broken")
+        rename(path, target)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", broken)
+        for _ in range(2):  # what is set aside outlives the second try too
+            with pytest.raises(CheckpointError, match=rf"last good one is {tmp_path}/.replaced_00001"):
+                folder.save(1, {}, {})
+    assert same(read_checkpoint(folder.list()[0])[0], STATE)
 
 
 # ---- states larger than the memory
@@ -168,6 +247,38 @@ def test_writing_a_round_again_replaces_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["round_00001"]
 
 
+def no_room_for_memories(monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> list[Path]:
+    """Where memories go, the disk is full whenever ``when`` says so; returns the files that it did not take."""
+    refused, write = list[Path](), Path.write_bytes
+
+    def write_bytes(path: Path, content: bytes) -> int:
+        if path.parent.name.startswith("fl_lightning_memories_") and when():
+            refused.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    return refused
+
+
+def test_a_memory_that_finds_no_room_on_the_disk_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, full = MemoryStore(budget=1 / 2**10), False
+    no_room_for_memories(monkeypatch, lambda: full)
+    expected = {key: {"own": {"w": torch.full((200,), value)}} for key, value in {"a": 1.0, "b": 2.0}.items()}
+    for key, memory in expected.items():
+        store.commit(key, memory)  # 800 bytes; there is room for one
+    full = True
+    expected["c"] = {"own": {"w": torch.full((200,), 3.0)}}
+    for action in (lambda: store.commit("c", expected["c"]), lambda: store.get("a")):
+        with pytest.raises(CheckpointError, match=r"memory into .*fl_lightning_memories_.*: No space") as error:
+            action()
+        assert error.value.errno == errno.ENOSPC
+    full = False
+    assert same(store.state_dict(), expected)
+    assert all(same(store.get(key), memory) for key, memory in expected.items())
+    assert len(store._here) == 1
+
+
 # ---- the command line
 
 TINY = [
@@ -214,3 +325,30 @@ def test_a_full_disk_ends_the_run_with_a_line(
     resumed = main([*TINY, "--ckpt_path", "last"]).loop  # type: ignore[attr-defined]
     assert resumed.round == 3
     assert resumed.history[1]["round"] == 1
+
+
+def test_a_disk_without_room_for_memories_is_no_clients_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked, ask = [0], Guard.ask
+
+    def watched(guard: Guard, *rest: Any) -> Any:
+        asked[0] = guard.round
+        try:
+            return ask(guard, *rest)
+        finally:
+            asked[0] = 0
+
+    monkeypatch.setattr(Guard, "ask", watched)
+    refused = no_room_for_memories(monkeypatch, lambda: asked[0] == 2)
+    config = str(ROOT / "configs" / "scaffold.yaml")
+    with pytest.raises(SystemExit) as exit:
+        main([*TINY, "--config", config, "--federation.memory_budget=0.05", "--federation.on_client_error=skip"])
+    assert (exit.value.code, len(refused)) == (2, 1)
+    said = capsys.readouterr().err
+    assert "the disk is full" in said
+    assert f"cannot write a client's memory into {refused[0].parent}" in said
+    (folder,) = tmp_path.glob("lightning_logs/*/version_0")
+    assert f"go on from {(folder / 'checkpoints' / 'round_00001').relative_to(tmp_path)}" in said
+    assert not (folder / "failures.jsonl").exists()

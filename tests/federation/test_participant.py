@@ -458,3 +458,42 @@ def test_a_network_is_compiled_once_and_not_once_a_client(name: str, monkeypatch
 def test_compiling_is_for_the_serial_engine(engine: str) -> None:
     with pytest.raises(ValueError, match=f"federation.compile is true, and the engine is '{engine}'"):
         federation(FedAvg(rounds=1), engine=engine, compile=True)
+
+
+@pytest.mark.parametrize("engine", ["serial", "vectorized"])
+def test_gradients_are_not_clipped_to_less_than_nothing(engine: str) -> None:
+    for value in (-1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"trainer.gradient_clip_val is {value}; it must be at least 0, or null"):
+            federation(FedAvg(rounds=1), trainer={"gradient_clip_val": value}, engine=engine)
+    federation(FedAvg(rounds=1), trainer={"gradient_clip_val": 0}, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"max_steps": 0}, "max_steps is 0, .*must be at least 1, or -1 for no limit$"),
+        ({"max_epochs": 0}, "max_epochs is 0; local epochs must be at least 1"),
+        (
+            {"max_epochs": 0, "max_steps": 5},
+            "max_epochs is 0, .*must be at least 1, or -1 for no limit beside max_steps$",
+        ),
+        ({"limit_train_batches": 0}, r"limit_train_batches is 0, .*must be at least 1, or a share in \(0, 1\]$"),
+        ({"limit_train_batches": 0.0}, "limit_train_batches is 0"),
+    ],
+)
+def test_a_budget_of_nothing_is_refused(trainer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"trainer.{message}"):
+        federation(FedAvg(rounds=1), trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps"),
+    [
+        ({"max_epochs": 2, "max_steps": -1}, 4),
+        ({"max_epochs": -1, "max_steps": 3}, 3),
+        ({"limit_train_batches": 1}, 1),
+        ({"max_epochs": 0, "max_steps": 0, "fast_dev_run": True}, 1),  # which brings its own budget
+    ],
+)
+def test_budgets_with_one_limit(trainer: dict[str, Any], steps: int) -> None:
+    assert participant(trainer=trainer).execute(Fit("model", examples(8)), "owner").num_steps == steps

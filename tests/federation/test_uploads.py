@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from torch import Tensor
 from fl_lightning.__main__ import main
 from fl_lightning.cli import config_hash
 from fl_lightning.data.examples import Examples
+from fl_lightning.federation.attacks import OneNaN
 from fl_lightning.federation.generation import MemorisationMeter
 from fl_lightning.federation.loop import FederationLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.state import digest
-from fl_lightning.methods import NoiseDistillation, OneShotEnsemble
-from fl_lightning.methods.base import Method, Server
+from fl_lightning.methods import FedFTG, NoiseDistillation, OneShotEnsemble
+from fl_lightning.methods.base import Method, Server, Training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -223,9 +225,51 @@ def test_tensors_that_do_not_fit(folder: Path, name: str, value: Tensor | None, 
     change(folder / "1.safetensors", name, value)
     (folder / "2.json").write_text('{"num_examples": 0}')
     loop = one_shot(noise(), uploads=str(folder))
-    with pytest.raises(ValueError, match=f"do not fit: ({message}); 2 has num_examples 0; it must be at least 1"):
+    with pytest.raises(
+        ValueError, match=f"do not fit: ({message}); 2 has num_examples 0; it must be an integer of at least 1"
+    ):
         loop.fit()
     assert loop.round == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"counts": [4, -1, 2]}, r"has counts \[4, -1, 2\]; they must be integers of at least 0, not all of them 0"),
+        ({"counts": [0, 0, 0]}, r"has counts \[0, 0, 0\]; they must be"),
+        ({"counts": [2.5, 4.5, 0]}, r"has counts \[2.5, 4.5, 0\]; they must be"),
+        ({"counts": ["7", 0, 0]}, r"has counts \['7', 0, 0\]; they must be"),
+        ({"counts": [2**63, 0, 0]}, rf"has counts \[{2**63}, 0, 0\]; they must be"),
+        ({"counts": 7}, r"has no facts with num_examples \(TypeError.*"),
+        ({"num_examples": 2.7}, "has num_examples 2.7; it must be an integer of at least 1"),
+        ({"num_examples": -3}, "has num_examples -3; it must be"),
+        ({"num_examples": "7"}, "has num_examples '7'; it must be"),
+        ({"num_examples": True}, "has num_examples True; it must be"),
+        ({"scalars": {"s": "much", "t": 1}}, r"has scalars {'s': 'much'}; they must be numbers"),
+        ({"metrics": {"loss": None}}, r"has metrics {'loss': None}; they must be numbers"),
+        (
+            {"counts": [-1, 2], "num_examples": 0, "scalars": {"s": []}},
+            r"has num_examples 0; .*; has counts \[-1, 2\]; .*; has scalars {'s': \[\]}; .*; has counts as \(2,\) .*",
+        ),
+    ],
+)
+def test_facts_that_do_not_fit(folder: Path, facts: dict[str, Any], message: str) -> None:
+    (folder / "1.json").write_text(json.dumps({**json.loads((folder / "1.json").read_text()), **facts}))
+    change(folder / "2.safetensors", BIAS, NAN)
+    loop = one_shot(noise(Counted), uploads=str(folder), on_client_error="skip")
+    with pytest.raises(ValueError, match=f"do not fit: 1 {message}.*; 2 is not finite: {BIAS}$"):
+        loop.fit()
+    assert not loop.participant.trained
+
+
+def test_a_class_that_nobody_has_is_no_fault(folder: Path) -> None:
+    for client in "012":
+        facts = json.loads((folder / f"{client}.json").read_text())
+        (folder / f"{client}.json").write_text(json.dumps({**facts, "counts": [0, facts["num_examples"], 0]}))
+    ftg = FedFTG(images=8, iterations=2, latent=4, width=4, student=Training(2, 4))
+    loop = market(ftg, folder)
+    assert loop.round == 1
+    assert all(math.isfinite(value) for value in loop.history[-1].values())
 
 
 def test_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
@@ -251,6 +295,11 @@ def test_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     assert "holds no uploads" in message()
     folder.rmdir()
     assert "there is no such folder" in message()
+
+
+def test_an_attack_has_nobody_to_corrupt_where_uploads_are_read() -> None:
+    with pytest.raises(ValueError, match=r"federation.uploads is 'x', and federation.attack is given"):
+        FederationLoop(uploads="x", attack=OneNaN(clients=["0"]))
 
 
 def test_no_clients_and_no_uploads(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from fl_lightning.__main__ import main as command_line
 from fl_lightning.report import compare
-from fl_lightning.report.compare import Comparison, Grid, Study, Variant, read_metrics, reading
+from fl_lightning.report.compare import Comparison, Grid, Study, Variant, index_runs, read_metrics, reading
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LR = "model.init_args.optimizer.init_args.lr"
@@ -148,6 +148,19 @@ def test_a_variant_may_read_another_round_of_another_variants_runs(done: Path) -
         assert other["run"] == own["run"]
         assert float(other["global/acc"]) == min(accuracies) < float(own["global/acc"])
         assert int(float(other["round"])) == accuracies.index(min(accuracies))
+
+
+@pytest.mark.parametrize("changed", ["unlearned_1.json", "enrolled_class_cat.json"])
+@pytest.mark.parametrize("over", [True, False])
+def test_runs_that_were_changed_afterwards_are_not_taken(changed: str, over: bool, tmp_path: Path) -> None:
+    run = tmp_path / "a" / "version_0"
+    run.mkdir(parents=True)
+    for name in ("config.yaml", *(("summary.json", "metrics.csv") if over else ())):
+        (run / name).write_text("seed_everything: 0\n")
+    finished, unfinished = index_runs(tmp_path)
+    assert (list(finished.values()), len(unfinished)) == (([run], 0) if over else ([], 1))
+    (run / changed).touch()
+    assert index_runs(tmp_path) == ({}, set())
 
 
 def test_an_interrupted_run_goes_on_in_its_folder(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

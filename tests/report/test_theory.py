@@ -87,6 +87,14 @@ def test_every_claim_has_lines_of_roles_that_exist() -> None:
     assert {role for line in LINES for role, _ in (line.smaller, line.larger)} <= set(ROLES)
 
 
+def test_a_study_is_read_from_wherever_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = study(tmp_path)
+    expected = theory.read(folder, {role: f"my {role}" for role in ROLES})
+    for inside, path in ((folder, "."), (folder.parent, "claims"), (folder / "..", "../compare/claims")):
+        monkeypatch.chdir(inside)
+        assert theory.read(Path(path), {role: f"my {role}" for role in ROLES}) == expected
+
+
 @pytest.mark.parametrize("variant", ["plain", "nobody"])
 def test_a_variant_without_the_meter_is_refused(tmp_path: Path, variant: str) -> None:
     with pytest.raises(ValueError, match=f"sparse is '{variant}', which recorded no theory/ column.*my dense.*plain"):
