@@ -20,13 +20,13 @@ from fl_lightning.methods.base import Method, Training
 from fl_lightning.methods.distillation import OneShotDistillation
 
 
+def tiny_ftg() -> FedFTG:
+    return FedFTG(images=4, iterations=1, latent=4, width=4, student=Training(1, 4))
+
+
 def assembled(method: Method, callback: FederationCallback) -> FederationLoop:
     options = {"network": single(linear), "data_options": {"dtype": torch.float32}}
     return federation(method, callbacks=[callback], **options)  # type: ignore[arg-type]
-
-
-def small_ftg() -> FedFTG:
-    return FedFTG(images=4, iterations=1, latent=4, width=4, student=Training(1, 4))
 
 
 def refused(method: Method, callback: FederationCallback, message: str) -> None:
@@ -61,7 +61,7 @@ def test_who_makes_images_says_so() -> None:
 def test_a_place_that_takes_no_file_is_refused_before_training(exporter: type, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    method = FedAvg(1) if exporter is ExportModel else small_ftg()
+    method = FedAvg(1) if exporter is ExportModel else tiny_ftg()
     name = exporter.__name__
     refused(
         method, exporter(str(tmp_path / "file" / "x")), rf"{name}.path is '.*file/x'; its folder must be one that can"
@@ -75,6 +75,6 @@ def test_what_is_written_and_where(tmp_path: Path) -> None:
     loop.fit()
     assert same(load_file(path), loop.method.state())  # type: ignore[attr-defined]
     bank = tmp_path / "new" / "bank.safetensors"
-    assembled(small_ftg(), ExportBank(str(bank))).fit()
+    assembled(tiny_ftg(), ExportBank(str(bank))).fit()
     assert len(Bank.load(bank)) == 4
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["bank.safetensors", "er"]
