@@ -216,7 +216,10 @@ class FedAvg(Method):
         drift = client_drift(total, mean, self.parameters)
         self.step(self.global_update(total))
         for name, change in total.groups.get("buffers", {}).items():
-            self.buffers[name] = self.buffers[name] + change
+            value = self.buffers[name] + change
+            # Privacy's noise may take a variance below 0, which every evaluation would turn into NaN. Cutting it off here is
+            # done to what is released already, so that it costs no privacy. No mean of variances is below 0.
+            self.buffers[name] = value.clamp(min=0) if name.endswith("running_var") else value
         if self.averaging and self.averaging.position(round, self.rounds) == self.averaging.cycle:
             self._average()
         return {"server/client_drift": drift, "server/update_norm": math.sqrt(square_norm(mean))}

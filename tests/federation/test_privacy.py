@@ -192,6 +192,25 @@ def test_a_round_without_clients_is_noise_and_is_paid_for() -> None:
     assert loop.history[-1]["privacy/epsilon"] == pytest.approx(rdp(0.2, 1.0, 6, 0.01), rel=1e-6)
 
 
+def test_noise_makes_no_variance_negative() -> None:
+    rule = PrivateMean(clip=1.0, noise_multiplier=9.0, delta=0.01)
+    loop = federation(FedAvg(1), (6, 9, 6), network=normalised, batch_size=3, aggregator=rule)
+    before = {name: value.clone() for name, value in loop.method.buffers.items()}  # type: ignore[attr-defined]
+    released: dict[str, Any] = {}
+    aggregate = rule.aggregate
+    rule.aggregate = lambda *args: released.update(aggregate(*args)) or released  # type: ignore[method-assign]
+    loop.fit()
+    after, changes = loop.method.buffers, released["buffers"]  # type: ignore[attr-defined]
+    name = "network.2.running_var"
+    noisy = before[name] + changes[name]
+    assert noisy.min() < 0 < noisy.max()
+    assert torch.equal(after[name], noisy.where(noisy > 0, 0.0))
+    mean = before["network.2.running_mean"] + changes["network.2.running_mean"]
+    assert mean.min() < 0  # a mean may be
+    assert torch.equal(after["network.2.running_mean"], mean)
+    assert math.isfinite(loop.history[-1]["global/loss"])
+
+
 def test_a_mean_of_nobody_is_refused_before_training() -> None:
     loop = federation(FedAvg(6), (4, 4, 4), sampler=PoissonSampler(0.2), seed=1)
     with pytest.raises(ValueError, match="PoissonSampler draws nobody for round"):
