@@ -161,7 +161,10 @@ class PrivateMean(Aggregator):
         return {f"privacy/{name}": value for name, value in self.numbers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": [list(event) for event in self.spent], "clip": self.clip}
+        adapted = {} if self.adapt is None else {"clip": self.clip}  # else the configuration's word holds
+        return {"spent": [list(event) for event in self.spent], **adapted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.spent, self.clip = [(float(q), float(z), int(n)) for q, z, n in state["spent"]], float(state["clip"])
+        self.spent = [(float(q), float(z), int(n)) for q, z, n in state["spent"]]
+        if self.adapt is not None and "clip" in state:
+            self.clip = float(state["clip"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ class FedAvg(Method):
         self.parameters = {name: nn.Parameter(p.detach().cpu().clone()) for name, p in model.trainable().items()}
         self.buffers = clone({name: buffer.cpu() for name, buffer in model.persistent_buffers().items()})
         self.optimizer = self.server_optimizer(list(self.parameters.values()))
+        groups = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        self.configured: dict[str, Any] = {"class": type(self.optimizer).__name__, "groups": copy.deepcopy(groups)}
         self.averaged: dict[str, Tensor] = {}
         self.num_averaged = 0
 
@@ -265,6 +268,7 @@ class FedAvg(Method):
             "parameters": clone(self.parameters),
             "buffers": self.buffers,
             "optimizer": self.optimizer.state_dict(),
+            "configured": self.configured,
             "averaged": dict(self.averaged),
             "num_averaged": self.num_averaged,
         }
@@ -274,5 +278,13 @@ class FedAvg(Method):
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
         self.buffers = dict(state["buffers"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        was = state.get("configured", self.configured)
+        if was["class"] == self.configured["class"]:  # another optimizer starts afresh
+            self.optimizer.load_state_dict(state["optimizer"])
+            # That brought the old hyper-parameters too. Those that the configuration has changed since are put back; the
+            # others stay, since some optimizers keep counts among them.
+            for group, old, new in zip(
+                self.optimizer.param_groups, was["groups"], self.configured["groups"], strict=True
+            ):
+                group.update({name: value for name, value in new.items() if name not in old or old[name] != value})
         self.averaged, self.num_averaged = dict(state["averaged"]), int(state["num_averaged"])

@@ -180,6 +180,23 @@ def test_epsilon_grows_by_the_book_and_survives_a_resume(method: Any, tmp_path: 
     assert resumed.aggregator.clip == whole.aggregator.clip != 0.5
 
 
+def test_a_changed_norm_outlasts_the_state_unless_it_adapts(tmp_path: Path) -> None:
+    def run(clip: float, adapt: float | None, checkpoint: Path | None = None) -> float:
+        rule = PrivateMean(clip=clip, noise_multiplier=1.0, delta=0.01, adapt=adapt)
+        loop = federation(FedAvg(2), SIZES, aggregator=rule, keep_last=9)
+        loop.fit(None if checkpoint else tmp_path, checkpoint)
+        return loop.history[-1]["privacy/clip"]
+
+    first = tmp_path / "checkpoints" / "round_00001"
+    run(0.5, None)
+    assert run(0.2, None, first) == 0.2
+    assert run(0.2, 0.5, first) == 0.2  # adapts from now on
+    adapted = run(0.5, 0.5)
+    assert adapted != 0.5
+    assert run(0.2, 0.5, first) == adapted
+    assert run(0.2, None, first) == 0.2  # and no longer
+
+
 def test_a_round_without_clients_is_noise_and_is_paid_for() -> None:
     rule = PrivateMean(clip=0.1, noise_multiplier=1.0, delta=0.01)
     loop = federation(FedAvg(6), (4, 4, 4), aggregator=rule, sampler=PoissonSampler(0.2), seed=1)
