@@ -302,11 +302,11 @@ class FederationLoop:
         self.journal = self._new_journal(run_folder)
         if self.save_uploads and run_folder is not None:
             self.callbacks.append(SaveUploads(run_folder / "uploads"))
-        if self.aggregator is not None:
-            self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round
+        if self.aggregator is not None:
+            self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         self._check_cohorts()
         try:
             self._call("on_start")

@@ -180,6 +180,34 @@ def test_epsilon_grows_by_the_book_and_survives_a_resume(method: Any, tmp_path: 
     assert resumed.aggregator.clip == whole.aggregator.clip != 0.5
 
 
+def test_an_extended_run_spends_no_more_than_its_budget(tmp_path: Path) -> None:
+    def run(rounds: int, checkpoint: int | None = None, *, epsilon: float = 4.0, folder: Path = tmp_path) -> Any:
+        rule = PrivateMean(epsilon=epsilon, delta=0.01, adapt=0.5)
+        loop = federation(FedAvg(rounds), SIZES, aggregator=rule, sampler=PoissonSampler(0.4), keep_last=9)
+        loop.fit(folder, None if checkpoint is None else tmp_path / "checkpoints" / f"round_{checkpoint:05d}")
+        return loop
+
+    def spent(loop: Any) -> float:
+        return loop.history[-1]["privacy/epsilon"]
+
+    aside = tmp_path / "aside"
+    whole = run(4)
+    assert spent(whole) <= 4.0
+    again = run(4, 2, folder=aside)  # unchanged
+    assert numbers(again) == numbers(whole)
+    assert same(again.state_dict()["aggregator"], whole.state_dict()["aggregator"])
+    longer = run(7, 2)
+    first, second = longer.aggregator.spent
+    assert (first, second[2]) == ((0.4, whole.aggregator.z, 2), 5)
+    assert second[1] > whole.aggregator.z
+    assert spent(longer) <= 4.0 < epsilon_of((first, (0.4, 0.99 * second[1], 5)), 0.01)
+    assert repr(numbers(run(7, 5, folder=aside))) == repr(numbers(longer))  # goes on as a run of seven rounds
+    with pytest.raises(ValueError, match=r"epsilon is 4.0, and .* of it is spent; nothing is left for 1 more rounds"):
+        run(8, 7)
+    assert 4.0 < spent(run(8, 7, epsilon=5.0, folder=aside)) <= 5.0
+    assert len(run(7, 7, epsilon=5.0, folder=aside).history) == 8  # nothing to do
+
+
 def test_a_changed_norm_outlasts_the_state_unless_it_adapts(tmp_path: Path) -> None:
     def run(clip: float, adapt: float | None, checkpoint: Path | None = None) -> float:
         rule = PrivateMean(clip=clip, noise_multiplier=1.0, delta=0.01, adapt=adapt)
