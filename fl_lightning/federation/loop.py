@@ -253,6 +253,7 @@ class FederationLoop:
         self.dry_run = bool(trainer.get("fast_dev_run"))
         if self.dry_run:
             method.limit_rounds(DRY_RUN)
+            self.guard.min_clients = 1  # it has as many as it takes
         model.build(info, seed)
         method.setup(model, info, seed)
         self.program = method.client()
@@ -332,7 +333,10 @@ class FederationLoop:
         return self.history
 
     def _cohort(self, round: int) -> tuple[str, ...]:
-        cohort = self.method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
+        drawn = self.sampler.cohort(round, self.info.clients, self.seed)
+        if self.dry_run and not drawn:  # what serves an empty round is no part of it
+            drawn = self.info.clients
+        cohort = self.method.cohort(round, drawn)
         return tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
 
     def _rule(self, cohort: tuple[str, ...]) -> Aggregator | None:
@@ -412,7 +416,7 @@ class FederationLoop:
             uplink, scalars = method.uplink(round), list[Mapping[str, float]]()
             turns = self._turns(sampled, message, uplink)
             if self.system is not None:
-                cohort = tuple(client for client in sampled if self.system.in_time(turns[client]))
+                cohort = tuple(client for client in sampled if self.dry_run or self.system.in_time(turns[client]))
                 if sampled and len(cohort) < self.guard.min_clients:
                     raise TooFewReplies(
                         f"round {round}: {len(cohort)} of {len(sampled)} clients are there and in time "
