@@ -92,7 +92,8 @@ class FederationLoop:
         on_client_error: What a client that fails means: by an exception, or by a reply that does not fit what the method
             expects or is not finite. "raise": the end of the run; "skip": the round goes on without the client; "retry":
             so, after it was asked once more. Failures stand in ``failures.jsonl``, and their number in ``round/failures``.
-        min_clients: Fewest clients that must reply in a round, at least 1; with fewer the run ends.
+        min_clients: Fewest clients that must reply in a round, at least 1; with fewer the run ends. At 1 an aggregator that
+            makes something of nobody (`PrivateMean`) needs no reply.
         max_reply_bytes: Largest reply of a client, at least 1.
         system: A virtual clock: who is there, and who comes too late (``round/virtual_seconds``); null for none. Whom it
             leaves out counts as missing for ``min_clients``.
@@ -176,7 +177,9 @@ class FederationLoop:
             raise ValueError(f"federation.{what}, and federation.record_privacy is given; they do not go together")
         if on_client_error not in ("raise", "skip", "retry"):
             raise ValueError(f"federation.on_client_error is {on_client_error!r}; allowed: 'raise', 'skip', 'retry'")
-        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, self._failed)
+        # A rule that serves a round in which nobody is drawn serves one in which nobody replies, too.
+        quorum = 0 if min_clients == 1 and aggregator is not None and aggregator.serves_empty else min_clients
+        self.guard = Guard(on_client_error, quorum, max_reply_bytes, self._failed)
         if client_timeout is not None and not (client_timeout > 0 and engine == "serial"):
             raise ValueError(
                 f"federation.client_timeout is {client_timeout} and the engine {engine!r}; it must be above 0 and 'serial'"

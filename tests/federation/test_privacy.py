@@ -13,9 +13,12 @@ from federation.tiny import federation, normalised, numbers, same
 
 from fl_lightning.accounting import epsilon_of, noise_for
 from fl_lightning.aggregation import Mean, Sum
+from fl_lightning.federation.attacks import OneNaN
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.incoming import TooFewReplies
 from fl_lightning.federation.privacy import PrivateMean
 from fl_lightning.federation.sampling import PoissonSampler, UniformSampler
+from fl_lightning.federation.system import System
 from fl_lightning.message import Group
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDyn, LocalOnly
 
@@ -235,6 +238,29 @@ def test_a_round_without_clients_is_noise_and_is_paid_for() -> None:
     assert empty["server/update_norm"] > 0
     assert math.isnan(empty["server/client_drift"])
     assert loop.history[-1]["privacy/epsilon"] == pytest.approx(rdp(0.2, 1.0, 6, 0.01), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"system": System(deadline=1e-9)},
+        {"attack": OneNaN(share=1.0), "on_client_error": "skip"},
+    ],
+)
+def test_a_round_whose_clients_are_all_lost_is_noise_and_is_paid_for(options: dict[str, Any]) -> None:
+    def make(**more: Any) -> Any:
+        rule = PrivateMean(clip=0.1, noise_multiplier=1.0, delta=0.01)
+        return federation(FedAvg(2), (4, 4, 4), aggregator=rule, **options, **more)
+
+    loop = make()
+    loop.fit()
+    assert [row["round/clients"] for row in loop.history[1:]] == [0, 0]
+    # 15 weights and biases, of deviation z C / (q N) = 0.1 / 3 each.
+    for row in loop.history[1:]:
+        assert row["server/update_norm"] == pytest.approx(math.sqrt(15) * 0.1 / 3, rel=0.5)
+    assert loop.history[-1]["privacy/epsilon"] == epsilon_of(((1.0, 1.0, 2),), 0.01)
+    with pytest.raises(TooFewReplies, match="federation.min_clients is 2"):  # a quorum that was asked for
+        make(min_clients=2).fit()
 
 
 def test_noise_makes_no_variance_negative() -> None:
