@@ -61,8 +61,8 @@ class PrivateMean(Aggregator):
             )
         given = {"clip": clip, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
         for name, value in {**given, "adapt_rate": adapt_rate, "adapt_noise": adapt_noise}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"PrivateMean.{name} is {value}; it must be above 0")
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"PrivateMean.{name} is {value}; it must be above 0 and finite")
         if not 0 < delta < 1:
             raise ValueError(f"PrivateMean.delta is {delta}; it must be in (0, 1)")
         if adapt is not None and not 0 < adapt < 1:
