@@ -259,7 +259,7 @@ def test_a_round_whose_clients_are_all_lost_is_noise_and_is_paid_for(options: di
     for row in loop.history[1:]:
         assert row["server/update_norm"] == pytest.approx(math.sqrt(15) * 0.1 / 3, rel=0.5)
     assert loop.history[-1]["privacy/epsilon"] == epsilon_of(((1.0, 1.0, 2),), 0.01)
-    with pytest.raises(TooFewReplies, match="federation.min_clients is 2"):  # a quorum that was asked for
+    with pytest.raises(TooFewReplies, match=r"federation.min_clients is 2"):  # a quorum that was asked for
         make(min_clients=2).fit()
 
 

@@ -409,4 +409,6 @@ def test_changed_hyper_parameters_of_the_server_outlast_the_state(tmp_path: Path
     # Another optimizer starts afresh: Adam's first step is its rate, whatever the gradient.
     changed = run(lambda p: torch.optim.Adam(p, lr=0.03, eps=1e-12), 3, second)
     for name, value in changed.parameters.items():
-        torch.testing.assert_close((value.detach() - start[name]).abs(), torch.full_like(value, 0.03), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            (value.detach() - start[name]).abs(), torch.full_like(value, 0.03), rtol=1e-6, atol=0
+        )
