@@ -20,6 +20,7 @@ Accountant = Literal["rdp", "pld"]
 Event = tuple[float, float, int]  # sampling rate, noise multiplier, how often
 # Whole orders have a closed form; the library's fractional ones may not converge.
 _ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
+_ROUNDING = 1e-3  # of noise that is solved for, relative
 
 
 # ---- one release
@@ -96,18 +97,36 @@ def epsilon_of(spent: tuple[Event, ...], delta: float, accountant: Accountant = 
     return float(books.get_epsilon(delta))
 
 
-def noise_for(epsilon: float, delta: float, rate: float, rounds: int, accountant: Accountant = "rdp") -> float:
-    """The least noise multiplier, to a thousandth, with which so many rounds cost no more than ``epsilon``."""
+def noise_for(
+    epsilon: float,
+    delta: float,
+    rate: float,
+    rounds: int,
+    accountant: Accountant = "rdp",
+    spent: Sequence[Event] = (),
+) -> float:
+    """The least noise multiplier, to a thousandth, with which so many rounds, after what is spent, cost no more than
+    ``epsilon``.
+
+    Raises:
+        ValueError: Nothing is left of it, or no noise reaches it.
+    """
 
     def cost(z: float) -> float:
-        return epsilon_of(((rate, z, rounds),), delta, accountant)
+        return epsilon_of((*spent, (rate, z, rounds)), delta, accountant)
 
+    # Noise that was made for ``epsilon`` leaves what it was rounded up by, which nobody has meant for more rounds.
+    if spent and epsilon_of(tuple((q, (1 - _ROUNDING) * z, n) for q, z, n in spent), delta, accountant) > epsilon:
+        raise ValueError(
+            f"epsilon is {epsilon}, and {epsilon_of(tuple(spent), delta, accountant):.6g} of it is spent; nothing is left "
+            f"for {rounds} more rounds"
+        )
     low, high = 0.0, 1.0
     while cost(high) > epsilon:
         low, high = high, 2 * high
         if high > 1e6:
             raise ValueError(f"epsilon is {epsilon}; no noise reaches it with delta {delta}")
-    while high - low > 1e-3 * high:
+    while high - low > _ROUNDING * high:
         middle = (low + high) / 2
         low, high = (low, middle) if middle > 0.05 and cost(middle) <= epsilon else (middle, high)
     return high

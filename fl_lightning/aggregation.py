@@ -178,7 +178,7 @@ class Aggregator(ABC):
     serves_empty = False  # whether a round in which nobody takes part is one of its rounds
 
     def setup(self, clients: int, rounds: int, rate: float | None, seed: int) -> None:  # noqa: B027  (most need nothing)
-        """Called before the first round.
+        """Called before the first round of a fit, and after `load_state_dict` where it goes on from a checkpoint.
 
         Args:
             clients: Of the federation.

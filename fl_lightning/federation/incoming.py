@@ -55,7 +55,7 @@ class Guard:
     Args:
         policy: "raise" ends the run at the first failure; "skip" goes on without the client for the round; "retry" asks it
             once more first.
-        min_clients: Fewest replies of a round with clients, at least 1.
+        min_clients: Fewest replies of a round with clients, at least 0.
         max_bytes: Largest serialised reply, at least 1.
         record: Called with every failure.
 

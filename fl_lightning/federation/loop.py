@@ -92,7 +92,8 @@ class FederationLoop:
         on_client_error: What a client that fails means: by an exception, or by a reply that does not fit what the method
             expects or is not finite. "raise": the end of the run; "skip": the round goes on without the client; "retry":
             so, after it was asked once more. Failures stand in ``failures.jsonl``, and their number in ``round/failures``.
-        min_clients: Fewest clients that must reply in a round, at least 1; with fewer the run ends.
+        min_clients: Fewest clients that must reply in a round, at least 1; with fewer the run ends. At 1 an aggregator that
+            makes something of nobody (`PrivateMean`) needs no reply.
         max_reply_bytes: Largest reply of a client, at least 1.
         system: A virtual clock: who is there, and who comes too late (``round/virtual_seconds``); null for none. Whom it
             leaves out counts as missing for ``min_clients``.
@@ -176,7 +177,9 @@ class FederationLoop:
             raise ValueError(f"federation.{what}, and federation.record_privacy is given; they do not go together")
         if on_client_error not in ("raise", "skip", "retry"):
             raise ValueError(f"federation.on_client_error is {on_client_error!r}; allowed: 'raise', 'skip', 'retry'")
-        self.guard = Guard(on_client_error, min_clients, max_reply_bytes, self._failed)
+        # A rule that serves a round in which nobody is drawn serves one in which nobody replies, too.
+        quorum = 0 if min_clients == 1 and aggregator is not None and aggregator.serves_empty else min_clients
+        self.guard = Guard(on_client_error, quorum, max_reply_bytes, self._failed)
         if client_timeout is not None and not (client_timeout > 0 and engine == "serial"):
             raise ValueError(
                 f"federation.client_timeout is {client_timeout} and the engine {engine!r}; it must be above 0 and 'serial'"
@@ -254,6 +257,7 @@ class FederationLoop:
         self.dry_run = bool(trainer.get("fast_dev_run"))
         if self.dry_run:
             method.limit_rounds(DRY_RUN)
+            self.guard.min_clients = 1  # it has as many as it takes
         model.build(info, seed)
         method.setup(model, info, seed)
         self.program = method.client()
@@ -303,11 +307,11 @@ class FederationLoop:
         self.journal = self._new_journal(run_folder)
         if self.save_uploads and run_folder is not None:
             self.callbacks.append(SaveUploads(run_folder / "uploads"))
-        if self.aggregator is not None:
-            self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         if checkpoint is not None:
             self.restore(read_checkpoint(checkpoint)[0])
             self._on_disk = self.round if self.folder and checkpoint.name == self._path(self.round).name else -1
+        if self.aggregator is not None:
+            self.aggregator.setup(len(self.info.clients), self.method.rounds, self.sampler.rate, self.seed)
         self._check_cohorts()
         try:
             self._call("on_start")
@@ -333,7 +337,10 @@ class FederationLoop:
         return self.history
 
     def _cohort(self, round: int) -> tuple[str, ...]:
-        cohort = self.method.cohort(round, self.sampler.cohort(round, self.info.clients, self.seed))
+        drawn = self.sampler.cohort(round, self.info.clients, self.seed)
+        if self.dry_run and not drawn:  # what serves an empty round is no part of it
+            drawn = self.info.clients
+        cohort = self.method.cohort(round, drawn)
         return tuple(sorted(cohort[:DRY_RUN] if self.dry_run else cohort, key=self.info.clients.index))
 
     def _rule(self, cohort: tuple[str, ...]) -> Aggregator | None:
@@ -413,7 +420,7 @@ class FederationLoop:
             uplink, scalars = method.uplink(round), list[Mapping[str, float]]()
             turns = self._turns(sampled, message, uplink)
             if self.system is not None:
-                cohort = tuple(client for client in sampled if self.system.in_time(turns[client]))
+                cohort = tuple(client for client in sampled if self.dry_run or self.system.in_time(turns[client]))
                 if sampled and len(cohort) < self.guard.min_clients:
                     raise TooFewReplies(
                         f"round {round}: {len(cohort)} of {len(sampled)} clients are there and in time "

@@ -318,6 +318,12 @@ class Participant:
                 snapshots = None if place is None else Snapshots(place, trainer, task, loader, self._tell)
                 optimizer, num_steps = lean.fit(trainer, task, loader, epochs, steps, snapshots)
             else:
+                limit, batches = trainer.limit_train_batches, len(loader)
+                if isinstance(limit, float) and limit > 0 and int(limit * batches) < 1:
+                    raise ValueError(
+                        f"trainer.limit_train_batches is {limit}; it must be at least {1 / batches:.4g} for a fit of "
+                        f"{batches} batches, or a whole number"
+                    )
                 trainer.fit(task, loader)
                 optimizer, num_steps = trainer.optimizers[0], trainer.global_step
             outcome = _outcome(optimizer)

@@ -32,7 +32,8 @@ class PrivateMean(Aggregator):
         clip: Largest norm of a client's vector, above 0; the first one where it adapts.
         noise_multiplier: z; the noise on every number of the sum has the standard deviation z times the norm. Above 0; null
             where ``epsilon`` sets it.
-        epsilon: What the whole run may spend, above 0; null where ``noise_multiplier`` is given.
+        epsilon: What the whole run may spend, above 0; null where ``noise_multiplier`` is given. A run that goes on under
+            changed rounds, sampler or budget has its noise solved for anew, from what is left.
         delta: In (0, 1 / number of clients).
         adapt: Let the norm follow this quantile of the clients' norms (Andrew et al., 2021), in (0, 1); null keeps it.
         adapt_rate: eta_C of it, above 0. 0.2 in the paper.
@@ -60,8 +61,8 @@ class PrivateMean(Aggregator):
             )
         given = {"clip": clip, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
         for name, value in {**given, "adapt_rate": adapt_rate, "adapt_noise": adapt_noise}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"PrivateMean.{name} is {value}; it must be above 0")
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"PrivateMean.{name} is {value}; it must be above 0 and finite")
         if not 0 < delta < 1:
             raise ValueError(f"PrivateMean.delta is {delta}; it must be in (0, 1)")
         if adapt is not None and not 0 < adapt < 1:
@@ -72,6 +73,8 @@ class PrivateMean(Aggregator):
         self.adapt, self.adapt_rate, self.adapt_noise = adapt, adapt_rate, adapt_noise
         self.accountant: Accountant = accountant
         self.spent: list[Event] = []
+        self.plan: list[Any] = []  # what z was solved for
+        self.z = 0.0
         self.numbers: dict[str, float] = {}
 
     def setup(self, clients: int, rounds: int, rate: float | None, seed: int) -> None:
@@ -85,11 +88,14 @@ class PrivateMean(Aggregator):
                 f"PrivateMean.delta is {self.delta}; it must be in (0, 1 / {clients}) for {clients} clients"
             )
         self.rate, self.expected, self.seed = rate, rate * clients, seed
-        z = self.noise_multiplier
-        if z is None:
+        before, self.plan = self.plan, [self.epsilon, self.delta, rate, rounds, self.accountant]
+        left = rounds - sum(times for _, _, times in self.spent)  # a round, an event
+        if self.noise_multiplier is not None:
+            self.z = self.noise_multiplier
+        elif self.plan != before and left > 0:  # else that of the rounds before, to the bit
             assert self.epsilon is not None
-            z = noise_for(self.epsilon, self.delta, rate, rounds, self.accountant)
-        self.z = self.z_update = z
+            self.z = noise_for(self.epsilon, self.delta, rate, left, self.accountant, self.spent)
+        z = self.z_update = self.z
         if self.adapt is not None:
             # Algorithm 1: z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), so that both releases together cost what z does.
             self.sigma_count = self.adapt_noise or max(self.expected / 20, 0.55 * z)
@@ -161,7 +167,12 @@ class PrivateMean(Aggregator):
         return {f"privacy/{name}": value for name, value in self.numbers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": [list(event) for event in self.spent], "clip": self.clip}
+        adapted = {} if self.adapt is None else {"clip": self.clip}  # else the configuration's word holds
+        return {"spent": [list(event) for event in self.spent], "plan": self.plan, "z": self.z, **adapted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.spent, self.clip = [(float(q), float(z), int(n)) for q, z, n in state["spent"]], float(state["clip"])
+        self.spent = [(float(q), float(z), int(n)) for q, z, n in state["spent"]]
+        last = self.spent[-1][1] if self.spent else 0.0  # of a checkpoint without the rest
+        self.plan, self.z = list(state.get("plan", [])), float(state.get("z", last))
+        if self.adapt is not None and "clip" in state:
+            self.clip = float(state["clip"])

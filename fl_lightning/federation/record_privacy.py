@@ -8,6 +8,7 @@ run can be repeated: who knows the seed can take it away.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -50,10 +51,10 @@ class RecordPrivacy(FederationCallback):
         delta: float = 1e-5,
         accountant: Accountant = "rdp",
     ) -> None:
-        if not clip > 0:
-            raise ValueError(f"RecordPrivacy.clip is {clip}; it must be above 0")
-        if not noise_multiplier >= 0:
-            raise ValueError(f"RecordPrivacy.noise_multiplier is {noise_multiplier}; it must be at least 0")
+        if not (clip > 0 and math.isfinite(clip)):
+            raise ValueError(f"RecordPrivacy.clip is {clip}; it must be above 0 and finite")
+        if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+            raise ValueError(f"RecordPrivacy.noise_multiplier is {noise_multiplier}; it must be at least 0 and finite")
         if not 0 < delta < 1:
             raise ValueError(f"RecordPrivacy.delta is {delta}; it must be in (0, 1)")
         if accountant not in ("rdp", "pld"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -187,6 +188,8 @@ class FedAvg(Method):
         self.parameters = {name: nn.Parameter(p.detach().cpu().clone()) for name, p in model.trainable().items()}
         self.buffers = clone({name: buffer.cpu() for name, buffer in model.persistent_buffers().items()})
         self.optimizer = self.server_optimizer(list(self.parameters.values()))
+        groups = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        self.configured: dict[str, Any] = {"class": type(self.optimizer).__name__, "groups": copy.deepcopy(groups)}
         self.averaged: dict[str, Tensor] = {}
         self.num_averaged = 0
 
@@ -221,7 +224,10 @@ class FedAvg(Method):
         drift = client_drift(total, mean, self.parameters)
         self.step(self.global_update(total))
         for name, change in total.groups.get("buffers", {}).items():
-            self.buffers[name] = self.buffers[name] + change
+            value = self.buffers[name] + change
+            # Privacy's noise may take a variance below 0, which every evaluation would turn into NaN. Cutting it off here is
+            # done to what is released already, so that it costs no privacy. No mean of variances is below 0.
+            self.buffers[name] = value.clamp(min=0) if name.endswith("running_var") else value
         if self.averaging and self.averaging.position(round, self.rounds) == self.averaging.cycle:
             self._average()
         return {"server/client_drift": drift, "server/update_norm": math.sqrt(square_norm(mean))}
@@ -267,6 +273,7 @@ class FedAvg(Method):
             "parameters": clone(self.parameters),
             "buffers": self.buffers,
             "optimizer": self.optimizer.state_dict(),
+            "configured": self.configured,
             "averaged": dict(self.averaged),
             "num_averaged": self.num_averaged,
         }
@@ -276,5 +283,13 @@ class FedAvg(Method):
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
         self.buffers = dict(state["buffers"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        was = state.get("configured", self.configured)
+        if was["class"] == self.configured["class"]:  # another optimizer starts afresh
+            self.optimizer.load_state_dict(state["optimizer"])
+            # That brought the old hyper-parameters too. Those that the configuration has changed since are put back; the
+            # others stay, since some optimizers keep counts among them.
+            for group, old, new in zip(
+                self.optimizer.param_groups, was["groups"], self.configured["groups"], strict=True
+            ):
+                group.update({name: value for name, value in new.items() if name not in old or old[name] != value})
         self.averaged, self.num_averaged = dict(state["averaged"]), int(state["num_averaged"])

@@ -17,9 +17,11 @@ from fl_lightning.aggregation import Keep
 from fl_lightning.data.examples import DataInfo
 from fl_lightning.federation.callbacks import EarlyStop, FederationCallback
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.privacy import PrivateMean
 from fl_lightning.federation.recorder import Recorder
-from fl_lightning.federation.sampling import UniformSampler
+from fl_lightning.federation.sampling import PoissonSampler, UniformSampler
 from fl_lightning.federation.state import CheckpointFolder, MemoryStore, read_checkpoint
+from fl_lightning.federation.system import System
 from fl_lightning.message import Group, Message
 from fl_lightning.methods import SCAFFOLD, FedAvg, LocalOnly
 from fl_lightning.methods.base import (
@@ -346,6 +348,20 @@ def test_wrong_options(options: dict[str, Any]) -> None:
 
 def test_a_dry_run_is_two_rounds_of_two_clients() -> None:
     loop = federation(FedAvg(9), trainer={"fast_dev_run": True})
+    loop.fit()
+    assert [row["round/clients"] for row in loop.history[1:]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": PoissonSampler(1e-9), "aggregator": PrivateMean(noise_multiplier=1.0, delta=0.01)},  # draws nobody
+        {"min_clients": 3},
+        {"system": System(availability=1e-9)},
+    ],
+)
+def test_a_dry_run_asks_two_clients_where_a_round_would_have_others(options: dict[str, Any]) -> None:
+    loop = federation(FedAvg(9), trainer={"fast_dev_run": True}, **options)
     loop.fit()
     assert [row["round/clients"] for row in loop.history[1:]] == [2, 2]
 

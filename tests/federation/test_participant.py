@@ -282,6 +282,13 @@ def test_a_failed_fit_does_not_harm_the_next() -> None:
     )
 
 
+def test_a_share_of_the_batches_that_is_none_is_refused_by_name() -> None:
+    loop = federation(FedAvg(1), (16, 7), trainer={"limit_train_batches": 0.5})  # two of four, one of two
+    assert loop.fit()[1]["round/gradients"] == 3
+    with pytest.raises(ValueError, match=r"limit_train_batches is 0.4; it must be at least 0.5 for a fit of 2 batches"):
+        federation(FedAvg(1), (16, 7), trainer={"limit_train_batches": 0.4}).fit()
+
+
 def test_fast_dev_run_takes_one_step() -> None:
     worker = participant(trainer={"fast_dev_run": True, "max_epochs": 5})
     for _ in range(2):

@@ -13,9 +13,12 @@ from federation.tiny import federation, normalised, numbers, same
 
 from fl_lightning.accounting import epsilon_of, noise_for
 from fl_lightning.aggregation import Mean, Sum
+from fl_lightning.federation.attacks import OneNaN
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.incoming import TooFewReplies
 from fl_lightning.federation.privacy import PrivateMean
 from fl_lightning.federation.sampling import PoissonSampler, UniformSampler
+from fl_lightning.federation.system import System
 from fl_lightning.message import Group
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDyn, LocalOnly
 
@@ -180,6 +183,51 @@ def test_epsilon_grows_by_the_book_and_survives_a_resume(method: Any, tmp_path: 
     assert resumed.aggregator.clip == whole.aggregator.clip != 0.5
 
 
+def test_an_extended_run_spends_no_more_than_its_budget(tmp_path: Path) -> None:
+    def run(rounds: int, checkpoint: int | None = None, *, epsilon: float = 4.0, folder: Path = tmp_path) -> Any:
+        rule = PrivateMean(epsilon=epsilon, delta=0.01, adapt=0.5)
+        loop = federation(FedAvg(rounds), SIZES, aggregator=rule, sampler=PoissonSampler(0.4), keep_last=9)
+        loop.fit(folder, None if checkpoint is None else tmp_path / "checkpoints" / f"round_{checkpoint:05d}")
+        return loop
+
+    def spent(loop: Any) -> float:
+        return loop.history[-1]["privacy/epsilon"]
+
+    aside = tmp_path / "aside"
+    whole = run(4)
+    assert spent(whole) <= 4.0
+    again = run(4, 2, folder=aside)  # unchanged
+    assert numbers(again) == numbers(whole)
+    assert same(again.state_dict()["aggregator"], whole.state_dict()["aggregator"])
+    longer = run(7, 2)
+    first, second = longer.aggregator.spent
+    assert (first, second[2]) == ((0.4, whole.aggregator.z, 2), 5)
+    assert second[1] > whole.aggregator.z
+    assert spent(longer) <= 4.0 < epsilon_of((first, (0.4, 0.99 * second[1], 5)), 0.01)
+    assert repr(numbers(run(7, 5, folder=aside))) == repr(numbers(longer))  # goes on as a run of seven rounds
+    with pytest.raises(ValueError, match=r"epsilon is 4.0, and .* of it is spent; nothing is left for 1 more rounds"):
+        run(8, 7)
+    assert 4.0 < spent(run(8, 7, epsilon=5.0, folder=aside)) <= 5.0
+    assert len(run(7, 7, epsilon=5.0, folder=aside).history) == 8  # nothing to do
+
+
+def test_a_changed_norm_outlasts_the_state_unless_it_adapts(tmp_path: Path) -> None:
+    def run(clip: float, adapt: float | None, checkpoint: Path | None = None) -> float:
+        rule = PrivateMean(clip=clip, noise_multiplier=1.0, delta=0.01, adapt=adapt)
+        loop = federation(FedAvg(2), SIZES, aggregator=rule, keep_last=9)
+        loop.fit(None if checkpoint else tmp_path, checkpoint)
+        return loop.history[-1]["privacy/clip"]
+
+    first = tmp_path / "checkpoints" / "round_00001"
+    run(0.5, None)
+    assert run(0.2, None, first) == 0.2
+    assert run(0.2, 0.5, first) == 0.2  # adapts from now on
+    adapted = run(0.5, 0.5)
+    assert adapted != 0.5
+    assert run(0.2, 0.5, first) == adapted
+    assert run(0.2, None, first) == 0.2  # and no longer
+
+
 def test_a_round_without_clients_is_noise_and_is_paid_for() -> None:
     rule = PrivateMean(clip=0.1, noise_multiplier=1.0, delta=0.01)
     loop = federation(FedAvg(6), (4, 4, 4), aggregator=rule, sampler=PoissonSampler(0.2), seed=1)
@@ -190,6 +238,48 @@ def test_a_round_without_clients_is_noise_and_is_paid_for() -> None:
     assert empty["server/update_norm"] > 0
     assert math.isnan(empty["server/client_drift"])
     assert loop.history[-1]["privacy/epsilon"] == pytest.approx(rdp(0.2, 1.0, 6, 0.01), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"system": System(deadline=1e-9)},
+        {"attack": OneNaN(share=1.0), "on_client_error": "skip"},
+    ],
+)
+def test_a_round_whose_clients_are_all_lost_is_noise_and_is_paid_for(options: dict[str, Any]) -> None:
+    def make(**more: Any) -> Any:
+        rule = PrivateMean(clip=0.1, noise_multiplier=1.0, delta=0.01)
+        return federation(FedAvg(2), (4, 4, 4), aggregator=rule, **options, **more)
+
+    loop = make()
+    loop.fit()
+    assert [row["round/clients"] for row in loop.history[1:]] == [0, 0]
+    # 15 weights and biases, of deviation z C / (q N) = 0.1 / 3 each.
+    for row in loop.history[1:]:
+        assert row["server/update_norm"] == pytest.approx(math.sqrt(15) * 0.1 / 3, rel=0.5)
+    assert loop.history[-1]["privacy/epsilon"] == epsilon_of(((1.0, 1.0, 2),), 0.01)
+    with pytest.raises(TooFewReplies, match=r"federation.min_clients is 2"):  # a quorum that was asked for
+        make(min_clients=2).fit()
+
+
+def test_noise_makes_no_variance_negative() -> None:
+    rule = PrivateMean(clip=1.0, noise_multiplier=9.0, delta=0.01)
+    loop = federation(FedAvg(1), (6, 9, 6), network=normalised, batch_size=3, aggregator=rule)
+    before = {name: value.clone() for name, value in loop.method.buffers.items()}  # type: ignore[attr-defined]
+    released: dict[str, Any] = {}
+    aggregate = rule.aggregate
+    rule.aggregate = lambda *args: released.update(aggregate(*args)) or released  # type: ignore[method-assign]
+    loop.fit()
+    after, changes = loop.method.buffers, released["buffers"]  # type: ignore[attr-defined]
+    name = "network.2.running_var"
+    noisy = before[name] + changes[name]
+    assert noisy.min() < 0 < noisy.max()
+    assert torch.equal(after[name], noisy.where(noisy > 0, 0.0))
+    mean = before["network.2.running_mean"] + changes["network.2.running_mean"]
+    assert mean.min() < 0  # a mean may be
+    assert torch.equal(after["network.2.running_mean"], mean)
+    assert math.isfinite(loop.history[-1]["global/loss"])
 
 
 def test_a_mean_of_nobody_is_refused_before_training() -> None:
@@ -233,6 +323,14 @@ def test_refused_by_name(method: Any, rule: dict[str, Any], options: dict[str, A
         ({"noise_multiplier": 1.0, "epsilon": 1.0}, "either noise_multiplier or epsilon"),
         ({"epsilon": 0.0}, "epsilon is 0.0"),
         ({"epsilon": 1.0, "clip": 0.0}, "clip is 0.0"),
+        ({"epsilon": math.inf}, "epsilon is inf"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier is inf"),
+        ({"epsilon": 1.0, "clip": math.inf}, "clip is inf; it must be above 0 and finite"),
+        ({"epsilon": 1.0, "clip": math.nan}, "clip is nan"),
+        ({"epsilon": 1.0, "adapt_rate": math.inf}, "adapt_rate is inf"),
+        ({"epsilon": 1.0, "adapt_noise": math.inf}, "adapt_noise is inf"),
+        ({"epsilon": 1.0, "adapt": math.nan}, "adapt is nan"),
+        ({"epsilon": 1.0, "delta": math.nan}, "delta is nan"),
         ({"epsilon": 1.0, "delta": 1.0}, r"delta is 1.0; it must be in \(0, 1\)"),
         ({"epsilon": 1.0, "adapt": 1.0}, "adapt is 1.0"),
         ({"epsilon": 1.0, "accountant": "moments"}, "accountant is 'moments'"),

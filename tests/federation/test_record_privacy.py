@@ -221,6 +221,10 @@ def test_wrong_options_are_named() -> None:
     for name, value in {"clip": 0.0, "noise_multiplier": -1.0, "delta": 1.0, "accountant": "moments"}.items():
         with pytest.raises(ValueError, match=f"RecordPrivacy.{name} is"):
             RecordPrivacy(**{name: value})  # type: ignore[arg-type]
+    for name in ("clip", "noise_multiplier", "delta"):
+        for endless in (math.inf, math.nan):
+            with pytest.raises(ValueError, match=f"RecordPrivacy.{name} is {endless}"):
+                RecordPrivacy(**{name: endless})  # type: ignore[arg-type]
 
 
 def test_a_fit_that_fails_leaves_a_clean_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.examples import TensorExamples
 from fl_lightning.federation.loop import FederationLoop
+from fl_lightning.federation.state import read_checkpoint
 from fl_lightning.methods import FedAvg, FedProx, LocalOnly
 from fl_lightning.rng import torch_generator
 from fl_lightning.tasks import Batch
@@ -367,3 +369,48 @@ def test_local_only_of_a_cohort_pays_when_a_client_is_first_reached() -> None:
 def test_wrong_arguments(build: Callable[[], Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build()
+
+
+class Halving(torch.optim.SGD):
+    """Keeps a rate of its own among its hyper-parameters, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= 2
+        return result
+
+
+def test_changed_hyper_parameters_of_the_server_outlast_the_state(tmp_path: Path) -> None:
+    def run(server: Callable, rounds: int, checkpoint: Path | None = None) -> FedAvg:
+        method = FedAvg(rounds=rounds, server_optimizer=server)
+        folder = None if checkpoint else tmp_path
+        federation(method, SIZES, keep_last=9).fit(folder, checkpoint)
+        return method
+
+    def halving(momentum: float, lr: float = 1.0) -> Callable:
+        return lambda p: Halving(p, lr=lr, momentum=momentum)
+
+    whole, second = run(halving(0.9), 3), tmp_path / "checkpoints" / "round_00002"
+    assert same(run(halving(0.9), 3, second).state_dict(), whole.state_dict())
+    start = {name: value.clone() for name, value in read_checkpoint(second)[0]["method"]["parameters"].items()}
+    buffers = [state["momentum_buffer"] for state in whole.optimizer.state.values()]  # mean update of round 3 included
+    # Only the momentum is another: the rate that the optimizer has come to stays.
+    changed = run(halving(0.5), 3, second)
+    assert changed.optimizer.param_groups[0]["momentum"] == 0.5
+    assert changed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 0.125
+    old = read_checkpoint(second)[0]["method"]["optimizer"]["state"]
+    for index, (name, value) in enumerate(changed.parameters.items()):
+        before = old[index]["momentum_buffer"]
+        expected = start[name] - 0.25 * (buffers[index] - 0.4 * before)  # 0.5 of it in place of 0.9
+        torch.testing.assert_close(value.detach(), expected, rtol=0, atol=1e-12)
+    # Only the rate is: the momentum goes on.
+    changed = run(halving(0.9, lr=0.1), 3, second)
+    for index, (name, value) in enumerate(changed.parameters.items()):
+        torch.testing.assert_close(value.detach(), start[name] - 0.1 * buffers[index], rtol=0, atol=1e-12)
+    # Another optimizer starts afresh: Adam's first step is its rate, whatever the gradient.
+    changed = run(lambda p: torch.optim.Adam(p, lr=0.03, eps=1e-12), 3, second)
+    for name, value in changed.parameters.items():
+        torch.testing.assert_close(
+            (value.detach() - start[name]).abs(), torch.full_like(value, 0.03), rtol=1e-6, atol=0
+        )
