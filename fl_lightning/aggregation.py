@@ -279,7 +279,7 @@ class Aggregator(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` gave; nothing, where the rounds before had no such rule."""
 
 
 class CoordinateMedian(Aggregator):

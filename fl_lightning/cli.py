@@ -284,7 +284,7 @@ class FederatedCLI(LightningCLI):
         try:
             self.loop.fit(self.run_folder, checkpoint, facts)
         except ValueError as error:
-            trained = self.loop.round > 0 or self.loop.participant.trained or isinstance(error, BadReply)
+            trained = self.loop.participant.trained or isinstance(error, BadReply)
             if trained or (self.run_folder is not None and (self.run_folder / FOLDER).exists()):
                 raise  # no wrong argument, then: it wants its traceback
             if self.run_folder is not None and checkpoint is None:

@@ -538,8 +538,8 @@ class FederationLoop:
         self.round = int(state["round"])
         self.method.load_state_dict(state["method"])
         self.memory.load_state_dict(state["memory"])
-        if self.aggregator is not None and state.get("aggregator"):
-            self.aggregator.load_state_dict(state["aggregator"])
+        if self.aggregator is not None:
+            self.aggregator.load_state_dict(state.get("aggregator") or {})
         self.history, self.seconds = list(state["history"]), dict(state["seconds"])
 
     def rewind(self, round: int) -> None:

@@ -171,6 +171,10 @@ class PrivateMean(Aggregator):
         return {"spent": [list(event) for event in self.spent], "plan": self.plan, "z": self.z, **adapted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "spent" not in state:
+            raise ValueError(
+                "the checkpoint's rounds were in clear, and PrivateMean's epsilon would say nothing of them"
+            )
         self.spent = [(float(q), float(z), int(n)) for q, z, n in state["spent"]]
         last = self.spent[-1][1] if self.spent else 0.0  # of a checkpoint without the rest
         self.plan, self.z = list(state.get("plan", [])), float(state.get("z", last))

@@ -316,6 +316,15 @@ def test_refused_by_name(method: Any, rule: dict[str, Any], options: dict[str, A
     assert not loop.history  # before any training
 
 
+def test_rounds_in_clear_cannot_be_made_private_afterwards(tmp_path: Path) -> None:
+    federation(FedAvg(rounds=1), SIZES).fit(tmp_path)
+    rule = PrivateMean(noise_multiplier=1.0, delta=0.01)
+    loop = federation(FedAvg(rounds=2), SIZES, aggregator=rule)
+    with pytest.raises(ValueError, match="the checkpoint's rounds were in clear"):
+        loop.fit(tmp_path, tmp_path / "checkpoints" / "round_00001")
+    assert not loop.participant.trained
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
