@@ -89,13 +89,14 @@ class ExportModel(FederationCallback):
     def on_start(self, loop: FederationLoop) -> None:
         if not loop.method.one_model:
             raise ValueError(f"{type(loop.method).__name__} has no global model to export")
-        _check_target(self, self.path)
+        if not loop.dry_run:
+            _check_target(self, self.path)
 
     def on_end(self, loop: FederationLoop) -> None:
         request = loop.method.evaluations().get("")
         if request is None or request.start is None:
             raise ValueError(f"{type(loop.method).__name__} has no global model to export")
-        if loop.is_main:
+        if loop.is_main and not loop.dry_run:
             loop.model.load(request.start)
             loop.model.export(self.path, self.half)
 
@@ -114,13 +115,14 @@ class ExportBank(FederationCallback):
     def on_start(self, loop: FederationLoop) -> None:
         if not loop.method.makes_images:
             raise ValueError(f"{type(loop.method).__name__} has no synthetic images to export")
-        _check_target(self, self.path)
+        if not loop.dry_run:
+            _check_target(self, self.path)
 
     def on_end(self, loop: FederationLoop) -> None:
         bank = loop.method.synthetic()
         if not isinstance(bank, Bank):
             raise ValueError(f"{type(loop.method).__name__} has no synthetic images to export")
-        if loop.is_main:
+        if loop.is_main and not loop.dry_run:
             bank.save(self.path)
 
 

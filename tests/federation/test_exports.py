@@ -69,6 +69,12 @@ def test_a_place_that_takes_no_file_is_refused_before_training(exporter: type, t
     refused(method, exporter(str(tmp_path / "folder")), rf"{name}.path is '.*folder', which is a folder; it must be")
 
 
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    callback = ExportModel(str(tmp_path / "x" / "model.safetensors"))
+    federation(FedAvg(1), callbacks=[callback], trainer={"fast_dev_run": True}).fit()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_written_and_where(tmp_path: Path) -> None:
     path = tmp_path / "new" / "er" / "model.safetensors"
     loop = assembled(FedAvg(1), ExportModel(str(path)))
