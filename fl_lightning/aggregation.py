@@ -248,11 +248,11 @@ class Aggregator(ABC):
             if rows:
                 _check_alike(rows[0], flat, sender)
             rows.append(flat)
-        vector = Vector(rows[0])
-        vectors = torch.stack([vector.of(row) for row in rows])
+        layout = Vector(rows[0])
+        vectors = torch.stack([layout.of(row) for row in rows])
         if endless := [s for s, vector in zip(senders, vectors, strict=True) if not vector.isfinite().all()]:
             raise ValueError(f"{type(self).__name__} needs finite updates; those of {', '.join(endless)} are not")
-        found = vector.parts(self.combine(vectors, refused))
+        found = layout.parts(self.combine(vectors, refused))
         out: dict[str, Any] = {**gathered, **{group: {} for group in groups}}
         for key, like in rows[0].items():
             group, name = key

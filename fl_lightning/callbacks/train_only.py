@@ -19,9 +19,8 @@ class TrainHead(Callback):
         self._frozen = [p for p in pl_module.parameters() if p.requires_grad and p not in head]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-        for (
-            module
-        ) in pl_module.modules():  # BatchNorm's statistics are of the rest, too; every fit starts in training mode
+        # BatchNorm's statistics are of the rest, too. Every fit starts in training mode.
+        for module in pl_module.modules():
             if module._buffers and not head & set(module.parameters()):
                 module.eval()
 

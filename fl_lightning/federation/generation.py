@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl_lightning.data.examples import Examples
 from fl_lightning.federation.callbacks import FederationCallback, Row, classes_in, clients_in, examples_in
 from fl_lightning.federation.recorder import Recorder
-from fl_lightning.methods.base import UNLIMITED, Fit
+from fl_lightning.methods.base import Fit, passes
 from fl_lightning.metrics import generation as measures
 from fl_lightning.rng import numpy_generator
 from fl_lightning.tasks.base import FederatedTask
@@ -99,8 +99,8 @@ class GenerationMeter(SynthesisWatcher):
 
     def _train(self, loop: FederationLoop) -> None:
         """Leave the model with the weights of a classifier of real images."""
-        overrides = {"max_epochs": self.feature_epochs, "max_steps": UNLIMITED}  # the configured limit is the clients'
-        fit = Fit("model", examples_in(loop), self.initial, overrides=overrides, key=("features",))
+        budget = passes(self.feature_epochs)
+        fit = Fit("model", examples_in(loop), self.initial, overrides=budget, key=("features",))
         loop.model.load((result := loop.participant.execute(fit, 0, "generation meter")).params)
         loop.model.load(result.buffers)
 

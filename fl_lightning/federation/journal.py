@@ -93,7 +93,8 @@ class Journal:
         self._snapshot = self._path.with_suffix(".training")
         self._training: _Entry | None = None  # what lies there
         self._bytes, self._end, self._since = 0, 0, time.monotonic()
-        if self._path.exists() and base is not None:
+        if self._path.exists():
+            assert base is not None  # a `Follower` alone has none
             self._load(base)
         if self._training is None:
             self._snapshot.unlink(missing_ok=True)

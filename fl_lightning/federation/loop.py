@@ -71,8 +71,8 @@ class FederationLoop:
         journal_seconds: Most seconds of work that a killed run does again, at least 0, besides the drawing that it was in
             the middle of: replies, the server's results and snapshots of the training in progress are written to
             ``journal/`` in the run's folder, where a round takes longer than that, and deleted with the round's checkpoint.
-            A line names trainings that cannot be resumed within. Null for no journal. With the engine
-            "ray" no training of a client, and no replies that workers add up.
+            A line names trainings that cannot be resumed within. Null for no journal. With the engine "ray" no training of
+            a client, and no replies that workers add up.
         monitor: A score (higher is better) whose best round goes into ``summary.json`` beside the last round.
         num_threads: CPU threads of a process; None leaves torch's choice. One is the default since on few cores the
             threads of small models mostly wait for each other (``docs/results/speed.md``).

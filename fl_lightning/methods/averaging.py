@@ -128,9 +128,13 @@ class WeightAveraging:
         if not 0 < self.end <= 1:
             raise ValueError(f"averaging.end is {self.end}; it must be in (0, 1]")
 
+    def before(self, rounds: int) -> int:
+        """Rounds before the first cycle."""
+        return math.floor(self.start * rounds)
+
     def position(self, round: int, rounds: int) -> int:
         """Which round of its cycle a round is, from 1 to ``cycle``; 0 before the first cycle."""
-        after = round - math.floor(self.start * rounds)
+        after = round - self.before(rounds)
         return (after - 1) % self.cycle + 1 if after > 0 else 0
 
     def lr_scale(self, round: int, rounds: int) -> float:
@@ -168,10 +172,10 @@ class FedAvg(Method):
         averaging: WeightAveraging | None = None,
     ) -> None:
         super().__init__(rounds)
-        if averaging is not None and rounds - math.floor(averaging.start * rounds) < averaging.cycle:
+        if averaging is not None and (left := rounds - averaging.before(rounds)) < averaging.cycle:
             raise ValueError(
-                f"averaging.cycle is {averaging.cycle}, and averaging.start {averaging.start} leaves "
-                f"{rounds - math.floor(averaging.start * rounds)} of {rounds} rounds; it must leave a cycle at least"
+                f"averaging.cycle is {averaging.cycle}, and averaging.start {averaging.start} leaves {left} of {rounds} "
+                "rounds; it must leave a cycle at least"
             )
         if weighting not in ("examples", "uniform"):
             raise ValueError(f"weighting is {weighting!r}; allowed: 'examples', 'uniform'")

@@ -410,6 +410,12 @@ def judge_personal(client: Client, start: Tensors) -> Steps:
     return {"own": own.outputs, "val": held_out.outputs, "global": everywhere.outputs}
 
 
+def passes(count: int) -> dict[str, float]:
+    """The budget of a server's training, as overrides of its `Fit`: so many passes. The configured limit of steps is the
+    clients'."""
+    return {"max_epochs": count, "max_steps": UNLIMITED}
+
+
 def at_least_0(**values: float) -> None:
     """Refuse arguments below 0 (or none that is a number) by name.
 

@@ -22,7 +22,7 @@ from fl_lightning.data.examples import DataInfo, Examples
 from fl_lightning.losses.adversarial import disagreement, hard_cross_entropy
 from fl_lightning.losses.distillation import distillation_kl
 from fl_lightning.message import Tensors
-from fl_lightning.methods.base import SERVER, UNLIMITED, Distillation, Fit, Predict, Server, Training
+from fl_lightning.methods.base import SERVER, Distillation, Fit, Predict, Server, Training, at_least_0, passes
 from fl_lightning.methods.dense import check_statistics
 from fl_lightning.methods.generator_distillation import GeneratorDistillation
 from fl_lightning.rng import derive_seed
@@ -228,10 +228,7 @@ class CoBoosting(GeneratorDistillation):
         for name, count in (("generator_steps", generator_steps), ("weight_passes", weight_passes)):
             if count < 1:
                 raise ValueError(f"{name} is {count}; it must be at least 1")
-        weights = {"hs": hs, "one_hot": one_hot, "bn": bn, "adversarial": adversarial, "mu": mu, "epsilon": epsilon}
-        for name, value in weights.items():
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        at_least_0(hs=hs, one_hot=one_hot, bn=bn, adversarial=adversarial, mu=mu, epsilon=epsilon)
         if not adversarial_temperature > 0:
             raise ValueError(f"adversarial_temperature is {adversarial_temperature}; it must be above 0")
         self.generator_steps, self.hs, self.one_hot, self.bn = generator_steps, hs, one_hot, bn
@@ -289,8 +286,7 @@ class CoBoosting(GeneratorDistillation):
     def move_weights(self, server: Server, pool: Examples, epoch: int) -> Tensor:
         """Step 4: w <- clip(w - mu 0.99^e sign(gradient of CE(z_w(x), y)), 0, 1) for every batch of the pool."""
         overrides = {
-            "max_epochs": self.weight_passes,
-            "max_steps": UNLIMITED,  # the configured limit is the clients'
+            **passes(self.weight_passes),
             "batch_size": self.student_training.batch_size,
             "lr": self.mu * 0.99**epoch,
         }

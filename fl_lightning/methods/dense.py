@@ -19,7 +19,7 @@ from fl_lightning.data.augmentation import Augmentation, augment, draw
 from fl_lightning.data.examples import Annotated, DataInfo
 from fl_lightning.losses.adversarial import disagreement, hard_cross_entropy
 from fl_lightning.losses.batch_statistics import statistics_layers
-from fl_lightning.methods.base import SERVER, Server, Training
+from fl_lightning.methods.base import SERVER, Server, Training, at_least_0
 from fl_lightning.methods.distillation import Distil
 from fl_lightning.methods.generator_distillation import GeneratorDistillation
 from fl_lightning.rng import torch_generator
@@ -114,9 +114,7 @@ class DENSE(GeneratorDistillation):
         )
         if generator_steps < 1:
             raise ValueError(f"generator_steps is {generator_steps}; it must be at least 1")
-        for name, value in (("one_hot", one_hot), ("bn", bn), ("adversarial", adversarial)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        at_least_0(one_hot=one_hot, bn=bn, adversarial=adversarial)
         if not adversarial_temperature > 0:
             raise ValueError(f"adversarial_temperature is {adversarial_temperature}; it must be above 0")
         self.generator_steps, self.one_hot, self.bn, self.adversarial = generator_steps, one_hot, bn, adversarial

@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_lightning.message import Message
 from fl_lightning.methods.averaging import AveragingClient
-from fl_lightning.methods.base import Client, ClientProgram
+from fl_lightning.methods.base import Client, ClientProgram, at_least_0
 from fl_lightning.methods.fednesterov import FedNesterov
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.proximal import Proximal
@@ -34,8 +34,7 @@ class FedACG(FedNesterov):
 
     def __init__(self, momentum: float = 0.85, beta: float = 0.002, **kwargs: Any) -> None:
         super().__init__(momentum=momentum, **kwargs)
-        if not beta >= 0:
-            raise ValueError(f"beta is {beta}; it must be at least 0")
+        at_least_0(beta=beta)
         self.beta = beta
 
     def client(self) -> ClientProgram:

@@ -25,7 +25,6 @@ from fl_lightning.losses.grpo import GRPO
 from fl_lightning.message import Group, Message, Tensors
 from fl_lightning.methods.base import (
     SERVER,
-    UNLIMITED,
     Client,
     ClientProgram,
     Fit,
@@ -38,6 +37,7 @@ from fl_lightning.methods.base import (
     client_drift,
     clone,
     difference,
+    passes,
     square_norm,
 )
 from fl_lightning.rng import derive_seed, torch_generator
@@ -377,11 +377,7 @@ class FedDTL(Method):
     def _train_text(self, total: Reduced, server: Server) -> dict[str, float]:
         """Section 2, L_srv: cross-entropy of the uploaded embeddings against the text tower's class embeddings."""
         rows = total.groups["embeddings"]
-        overrides: dict[str, float] = {
-            "max_epochs": self.server_epochs,
-            "max_steps": UNLIMITED,  # the configured limit is the clients'
-            "batch_size": self.server_batch_size,
-        }
+        overrides = {**passes(self.server_epochs), "batch_size": self.server_batch_size}
         if self.server_lr is not None:
             overrides["lr"] = self.server_lr
         result = server.fit(

@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_lightning.callbacks.optimizer_memory import OptimizerMemory
 from fl_lightning.data.examples import Annotated, TensorExamples
 from fl_lightning.losses.adversarial import diversity_loss
-from fl_lightning.methods.base import Predict, Server, Training
+from fl_lightning.methods.base import Predict, Server, Training, at_least_0
 from fl_lightning.methods.distillation import Init
 from fl_lightning.methods.generator_distillation import GeneratorDistillation
 from fl_lightning.tasks.adversarial import AdversarialGenerator
@@ -164,9 +164,7 @@ class FedFTG(GeneratorDistillation):
         )
         if discrepancy not in get_args(Discrepancy):
             raise ValueError(f"discrepancy is {discrepancy!r}; allowed: {', '.join(map(repr, get_args(Discrepancy)))}")
-        for name, value in (("adversarial", adversarial), ("one_hot", one_hot), ("diversity", diversity)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        at_least_0(adversarial=adversarial, one_hot=one_hot, diversity=diversity)
         self.term_weights = adversarial, one_hot, diversity
         self.discrepancy: Discrepancy = discrepancy
         self.class_mean = class_mean

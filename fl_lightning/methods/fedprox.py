@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_lightning.message import Message
 from fl_lightning.methods.averaging import AveragingClient, FedAvg
-from fl_lightning.methods.base import Client, ClientProgram
+from fl_lightning.methods.base import Client, ClientProgram, at_least_0
 from fl_lightning.rules.base import LocalRule
 from fl_lightning.rules.proximal import Proximal
 
@@ -32,8 +32,7 @@ class FedProx(FedAvg):
 
     def __init__(self, mu: float = 0.01, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not mu >= 0:
-            raise ValueError(f"mu is {mu}; it must be at least 0")
+        at_least_0(mu=mu)
         self.mu = mu
 
     def client(self) -> ClientProgram:

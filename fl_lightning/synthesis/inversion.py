@@ -217,9 +217,9 @@ def label_plan(
 
     Args:
         source: "uniform": every class alike; a client that never saw a class then invents it. "balanced": the classes in
-            turn, as in DeepInversion's script. "client_head": by the mean
-            softmax of the client's model on noise, which needs no upload beyond the model. "client_counts": by the client's
-            label counts: an oracle, which a report must say.
+            turn, as in DeepInversion's script. "client_head": by the mean softmax of the client's model on noise, which
+            needs no upload beyond the model. "client_counts": by the client's label counts: an oracle, which a report must
+            say.
         num_images: Images, at least 1.
         num_classes: C.
         generator: Owner of the draw.

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from federation.tiny import linear, normalised, same, sgd
 from methods.plain_images import Student, batches, by_class, first_weights, paint, scores
-from methods.test_generator_distillation import METHODS, SMALL, small
+from methods.test_generator_distillation import METHODS, SMALL, small, watched
 from torch import Tensor
 
-from fl_lightning.federation.participant import Participant
 from fl_lightning.methods import CoBoosting
 from fl_lightning.methods.base import Training
 from fl_lightning.methods.co_boosting import ClippedSignDescent, DiverseSamples
@@ -106,18 +105,12 @@ def test_without_its_parts_it_is_dense_with_the_plain_ensemble() -> None:
 
 
 def test_the_clients_limit_of_steps_is_not_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, given = [], Participant.execute
-
-    def execute(worker: Participant, request: Any, *owner: object) -> Any:
-        result = given(worker, request, *owner)
-        steps.extend([result.num_steps] if request.key[:1] == ("weights",) else [])
-        return result
-
-    monkeypatch.setattr(Participant, "execute", execute)
     method = METHODS["CoBoosting"](weight_passes=2, student=Training(5, 4))
-    small(method, trainer={"max_steps": 1}).fit()
+    fits = watched(small(method, trainer={"max_steps": 1}), monkeypatch)
     assert method.bank is not None
-    assert steps == [2 * math.ceil(len(method.bank) / 4)]
+    assert [result.num_steps for fit, result in fits if fit.key[:1] == ("weights",)] == [
+        2 * math.ceil(len(method.bank) / 4)
+    ]
 
 
 def test_who_asks_for_the_teachers_is_told_their_weights() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from federation.wire import recorded, replay
+from methods.test_generator_distillation import watched
 from PIL import Image
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from fl_lightning.data.datamodule import FederatedDataModule
 from fl_lightning.data.partition import Pathological
 from fl_lightning.data.sources import Digits
 from fl_lightning.federation.loop import FederationLoop
-from fl_lightning.federation.participant import Participant
 from fl_lightning.federation.sampling import UniformSampler
 from fl_lightning.losses.grpo import GRPO
 from fl_lightning.methods.averaging import FedAvg
@@ -73,18 +73,10 @@ def largest_gap(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def test_the_clients_limit_of_steps_is_not_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, given = [], Participant.execute
-
-    def execute(worker: Participant, request: Any, *owner: object) -> Any:
-        result = given(worker, request, *owner)
-        steps.extend([result.num_steps] if request.key == ("text",) else [])
-        return result
-
-    monkeypatch.setattr(Participant, "execute", execute)
     loop = make_loop(FedDTL(rounds=1, server_epochs=2, server_batch_size=8), max_steps=1)
     rows = sum(len(loop.data.train(client)) for client in loop.info.clients)
-    loop.fit()
-    assert steps == [2 * math.ceil(rows / 8)]
+    fits = watched(loop, monkeypatch)
+    assert [result.num_steps for fit, result in fits if fit.key == ("text",)] == [2 * math.ceil(rows / 8)]
 
 
 def test_client_holds_vision_lora_and_no_text() -> None:
